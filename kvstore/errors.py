@@ -1,0 +1,117 @@
+"""Every error that leaves the package.
+
+One class for each thing the caller can do something about, each with an exit code for the command line. A miss is
+not an error: it is a value (`kvstore.events`). Must not know anything else of the package.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Base of all errors raised by kvstore.
+
+    ``problem`` says what is wrong, ``remedy`` what to do next; ``str()`` gives both.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}\n  {remedy}" if remedy else problem)
+        self.problem = problem
+        self.remedy = remedy
+
+
+class SettingsError(KVStoreError):
+    """A setting has a value that cannot be used, or a name that does not exist."""
+
+    exit_code = 2
+
+
+class PathError(KVStoreError):
+    """The store's path cannot be created, read or written."""
+
+    exit_code = 3
+
+
+class FilesystemError(KVStoreError):
+    """The store lies on a filesystem on which shared mappings or locks do not hold (NFS, FUSE, 9p)."""
+
+    exit_code = 4
+
+
+class OwnershipError(KVStoreError):
+    """The store belongs to another user."""
+
+    exit_code = 5
+
+
+class PidNamespaceError(KVStoreError):
+    """A live process of another PID namespace has the store open."""
+
+    exit_code = 6
+
+
+class FormatError(KVStoreError):
+    """The directory is not a store, or one of a format this version does not know."""
+
+    exit_code = 7
+
+
+class DamagedError(KVStoreError):
+    """A file of the store is truncated, missing or foreign, and the store cannot be opened safely."""
+
+    exit_code = 8
+
+
+class BudgetError(KVStoreError):
+    """A budget is too small to hold anything, or larger than its medium."""
+
+    exit_code = 9
+
+
+class BusyError(KVStoreError):
+    """Another process holds what this call needs, and the call's deadline has passed."""
+
+    exit_code = 10
+
+
+class LayoutError(KVStoreError):
+    """A layout is impossible, or tensors do not have the shape their layout says."""
+
+    exit_code = 11
+
+
+class TokenError(KVStoreError):
+    """Token ids that cannot be keyed: negative, too large, or not a flat sequence of integers."""
+
+    exit_code = 12
+
+
+class NotFoundError(KVStoreError):
+    """A name, prefix or namespace that the store does not hold."""
+
+    exit_code = 13
+
+
+class AmbiguousError(KVStoreError):
+    """An abbreviation that fits more than one thing."""
+
+    exit_code = 14
+
+
+class ClosedError(KVStoreError):
+    """The store was closed, or the process was forked after it was opened."""
+
+    exit_code = 15
+
+
+class UnsupportedError(KVStoreError):
+    """A model, a cache or a mode of generation whose KV must not be reused, by name."""
+
+    exit_code = 16
+
+
+class MissingExtraError(KVStoreError):
+    """An optional dependency of this function is not installed."""
+
+    exit_code = 17

@@ -1,0 +1,220 @@
+"""What happened, as values: every hit, miss, save, move, eviction and fault is one frozen dataclass.
+
+Observers receive them on the thread on which they happen and must return quickly; an observer that raises is
+reported once through ``warnings`` and dropped. Must not know who produces events or who reads them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from threading import Lock
+from typing import TypeAlias
+
+
+class Cause(StrEnum):
+    """Why tokens that were asked for were not served."""
+
+    ABSENT = "absent"
+    """Never stored, or evicted since."""
+    WRITING = "writing"
+    """Being written at that moment."""
+    HEADER = "header"
+    """The slot's header is damaged or belongs to another block."""
+    CHECKSUM = "checksum"
+    """The payload does not have the checksum it was stored with."""
+    CHANGED = "changed"
+    """The slot was reused while it was read."""
+    IO = "io"
+    """The medium reported an error."""
+    PURGED = "purged"
+    """Explicitly evicted or expired between match and load."""
+    BUSY = "busy"
+    """A lock or a staging buffer could not be had in time."""
+    LIMIT = "limit"
+    """Left to the engine on purpose: the last token must be run again."""
+    REFUSED = "refused"
+    """The model or the mode is not on the adapter's allow-list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """``tokens`` tokens were served from ``tier``."""
+
+    tier: str
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """``tokens`` tokens that were asked for were not served."""
+
+    cause: Cause
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """``blocks`` new blocks became readable in ``tier``."""
+
+    tier: str
+    blocks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """``blocks`` blocks were not saved or moved, and why (``known``, ``full``, ``busy``, ``quota``, ``purged``, …)."""
+
+    tier: str
+    reason: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """``blocks`` blocks were copied from one tier to another: a promotion upward, a demotion downward."""
+
+    source: str
+    target: str
+    blocks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """``blocks`` blocks left ``tier``: reason ``lru``, ``recut``, ``evict``, ``expired``, ``corrupt``, ``dead owner``."""
+
+    tier: str
+    reason: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something failed and was contained. ``what`` is the operation, ``detail`` the cause in words."""
+
+    tier: str
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something an operator should know: a capped budget, a fallback, a tier that went read-only."""
+
+    subject: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An adapter left a request uncached, and why."""
+
+    adapter: str
+    reason: str
+
+
+Event: TypeAlias = Hit | Miss | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
+Observer: TypeAlias = Callable[[Event], None]
+
+
+class Events:
+    """Hands events to observers, in the order in which they subscribed."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers: tuple[Observer, ...] = tuple(observers)
+        self._lock = Lock()
+
+    def subscribe(self, observer: Observer) -> Callable[[], None]:
+        """Add an observer; call what is returned to take it off."""
+        with self._lock:
+            self._observers = (*self._observers, observer)
+        return lambda: self._remove(observer)
+
+    def emit(self, event: Event) -> None:
+        """Tell every observer."""
+        for observer in self._observers:
+            try:
+                observer(event)
+            except Exception as error:  # noqa: BLE001  an observer's fault must not reach the request
+                self._remove(observer)
+                warnings.warn(f"kvstore observer {observer!r} raised {error!r} and was dropped", RuntimeWarning, stacklevel=2)
+
+    def _remove(self, observer: Observer) -> None:
+        with self._lock:
+            self._observers = tuple(known for known in self._observers if known is not observer)
+
+
+class Counters:
+    """An observer that adds events up: one integer a counter, under dotted names that `names` documents.
+
+    ``take`` hands out what has been added since the last call, to be added to the counters that processes share.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._total: Counter[str] = Counter()
+        self._fresh: Counter[str] = Counter()
+
+    def __call__(self, event: Event) -> None:
+        changes = _changes(event)
+        with self._lock:
+            for name, amount in changes:
+                self._total[name] += amount
+                self._fresh[name] += amount
+
+    def take(self) -> dict[str, int]:
+        """What was added since the last call."""
+        with self._lock:
+            fresh, self._fresh = self._fresh, Counter()
+        return dict(fresh)
+
+    def put_back(self, taken: dict[str, int]) -> None:
+        """Undo a `take` whose result could not be stored."""
+        with self._lock:
+            self._fresh.update(taken)
+
+    def snapshot(self) -> dict[str, int]:
+        """Everything counted in this process."""
+        with self._lock:
+            return dict(self._total)
+
+
+def _changes(event: Event) -> list[tuple[str, int]]:
+    match event:
+        case Hit(tier, tokens, size, seconds):
+            return [
+                (f"hit.{tier}.tokens", tokens),
+                (f"hit.{tier}.bytes", size),
+                (f"hit.{tier}.microseconds", round(seconds * 1e6)),
+                ("asked.tokens", tokens),
+            ]
+        case Miss(cause, tokens):
+            return [(f"miss.{cause.value}.tokens", tokens), ("asked.tokens", tokens)]
+        case Saved(tier, blocks, size, seconds):
+            return [
+                (f"save.{tier}.blocks", blocks),
+                (f"save.{tier}.bytes", size),
+                (f"save.{tier}.microseconds", round(seconds * 1e6)),
+            ]
+        case Skipped(tier, reason, blocks):
+            return [(f"skip.{tier}.{reason}.blocks", blocks)]
+        case Moved(source, target, blocks, size, seconds):
+            name = f"move.{source}.{target}"
+            return [(f"{name}.blocks", blocks), (f"{name}.bytes", size), (f"{name}.microseconds", round(seconds * 1e6))]
+        case Evicted(tier, reason, blocks):
+            return [(f"evict.{tier}.{reason}.blocks", blocks)]
+        case Fault(tier, what, _):
+            return [(f"fault.{tier}.{what}", 1)]
+        case Notice(subject, _):
+            return [(f"notice.{subject}", 1)]
+        case Refusal(adapter, reason):
+            return [(f"refuse.{adapter}.{reason}", 1)]

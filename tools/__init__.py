@@ -1,0 +1,2 @@
+if __name__ != "kvstore.tools":
+    raise ImportError("import kvstore.tools, not tools")
