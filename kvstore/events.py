@@ -90,7 +90,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """``blocks`` blocks left ``tier``: reason ``lru``, ``recut``, ``evict``, ``expired``, ``corrupt``, ``dead owner``."""
+    """``blocks`` blocks left ``tier``: ``lru``, ``recut``, ``evict``, ``expired``, ``corrupt``, ``dead owner``."""
 
     tier: str
     reason: str
@@ -146,7 +146,9 @@ class Events:
                 observer(event)
             except Exception as error:  # noqa: BLE001  an observer's fault must not reach the request
                 self._remove(observer)
-                warnings.warn(f"kvstore observer {observer!r} raised {error!r} and was dropped", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"kvstore observer {observer!r} raised {error!r} and was dropped", RuntimeWarning, stacklevel=2
+                )
 
     def _remove(self, observer: Observer) -> None:
         with self._lock:

@@ -147,7 +147,7 @@ def chain(root: bytes, tokens: Tokens, block_tokens: int, extras: Sequence[Extra
     framed = {extra.index: extra.encoded() for extra in extras}
     if len(framed) != len(extras):
         raise ValueError("two extras for one block: join them first")
-    raw = memoryview(tokens.astype("<u4", copy=False)).cast("B") if len(tokens) else memoryview(b"")
+    raw = np.ascontiguousarray(tokens, "<u4").data.cast("B") if len(tokens) else memoryview(b"")
     step = block_tokens * 4
     keys: list[bytes] = []
     parent = root

@@ -190,7 +190,9 @@ def _uniform(layout: Layout, group: int) -> LayerShape:
 
 def _raw(array: Array, itemsize: int, expected: tuple[int, ...], name: str) -> Array:
     """``array`` seen as unsigned integers of its item size, after a check of its shape (-1: any)."""
-    fits = array.ndim == len(expected) and all(want in (-1, have) for want, have in zip(expected, array.shape, strict=False))
+    fits = array.ndim == len(expected) and all(
+        want in (-1, have) for want, have in zip(expected, array.shape, strict=False)
+    )
     if not fits or array.dtype.itemsize != itemsize:
         wanted = "×".join("tokens" if want == -1 else str(want) for want in expected)
         raise LayoutError(

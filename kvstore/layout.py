@@ -166,7 +166,9 @@ class Layout:
             traits = tuple((str(name), str(value)) for name, value in data["traits"].items())
             return cls(str(data["dtype"]), groups, int(data["block_tokens"]), traits, int(data["shards"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LayoutError(f"not a layout description: {error}", "the record is damaged; run kvstore verify") from error
+            raise LayoutError(
+                f"not a layout description: {error}", "the record is damaged; run kvstore verify"
+            ) from error
 
 
 def default_block_tokens(groups: Sequence[Sequence[LayerShape]], dtype: str) -> int:
