@@ -1,0 +1,175 @@
+"""What every command shares with the terminal: results on standard output, all else on standard error.
+
+Owns how errors, Ctrl-C and a closed pipe end a command, and how sizes, tables and progress look. Must not know what
+any command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvstore.errors import KVStoreError, NotFoundError
+
+P = ParamSpec("P")
+INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
+PLAIN_WIDTH = 160
+"""Columns of a table that is not read on a terminal."""
+
+PathOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--path", envvar="KVSTORE_PATH", help="The store's directory.", show_default=False),
+]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Step: TypeAlias = Callable[[str, int, int | None], None]
+"""Told a stage's name, how much of it is done, and of how much (None: unknown)."""
+
+
+def console() -> Console:
+    """Standard output, as it is now."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def notes() -> Console:
+    """Standard error, as it is now."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """One line for people, on standard error."""
+    notes().print(escape(text))
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=False, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> Table:
+    """A table for `console`; ``right`` names the columns of numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(columns):
+        made.add_column(name, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(escape(str(cell)) for cell in row))
+    return made
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def command(run: Callable[P, None]) -> Callable[P, None]:
+    """The end of a command: an error of ours is one message and its exit code, an interruption is no traceback."""
+
+    @functools.wraps(run)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        with _terminable():
+            try:
+                run(*args, **kwargs)
+                sys.stdout.flush()
+            except KVStoreError as error:
+                _fail(f"[bold red]error:[/] {escape(str(error))}", error.exit_code)
+            except KeyboardInterrupt:
+                _fail("interrupted", INTERRUPTED)
+            except _Terminated:
+                _fail("terminated", TERMINATED)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(PIPE_CLOSED) from None
+
+    return guarded
+
+
+class _Terminated(BaseException):
+    """SIGTERM, turned into an exception so that temporary stores and child processes are cleaned up."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    with contextlib.suppress(BrokenPipeError):
+        notes().print(text)
+    raise typer.Exit(code) from None
+
+
+def existing(path: Path | None) -> Path:
+    """The directory a command works on. Raises NotFoundError when none is named or nothing is there."""
+    if path is None:
+        raise NotFoundError("no store was named", "pass --path DIRECTORY, or set KVSTORE_PATH")
+    if not path.is_dir():
+        raise NotFoundError(
+            f"there is no store at {path}", "check --path and KVSTORE_PATH; kvstore.open() makes a store"
+        )
+    return path
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Whether to go on: ``--yes``, or a person's answer; without a terminal there is nobody to ask."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        say(f"{question} Nothing was done: pass --yes where nobody can answer.")
+        return False
+    return typer.confirm(question, err=True)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Step]:
+    """A bar a stage on standard error; where that is no terminal, one line a stage."""
+    screen = notes()
+    if not screen.is_terminal:
+        seen: set[str] = set()
+
+        def line(stage: str, done: int, total: int | None) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                screen.print(escape(f"{stage} …"))
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen) as bars:
+        tasks: dict[str, Any] = {}
+
+        def bar(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(escape(stage), total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield bar
