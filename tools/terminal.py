@@ -71,15 +71,6 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     return made
 
 
-def size(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def command(run: Callable[P, None]) -> Callable[P, None]:
     """The end of a command: an error of ours is one message and its exit code, an interruption is no traceback."""
 

@@ -1,0 +1,87 @@
+"""The doctor names what would be refused before a store is opened, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore.tools.cli import app
+from kvstore.tools.doctor import Finding, Grade, allocated_bytes, examine
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+
+
+def found(path: Path, subject: str) -> Finding:
+    return next(finding for finding in examine(path) if finding.subject == subject)
+
+
+def test_looking_leaves_no_trace(tmp_path: Path) -> None:
+    examine(tmp_path)
+    examine(tmp_path / "not" / "there")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(tmp_path, "nvme budget").grade is Grade.OK
+    monkeypatch.setenv("KVSTORE_NVME", "4000PiB")
+    assert found(tmp_path, "nvme budget").grade is Grade.REFUSED
+
+
+def test_a_ram_directory_off_tmpfs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_RAM_DIRECTORY", "/proc")
+    assert found(tmp_path, "ram directory").grade is Grade.REFUSED
+
+
+def test_direct_io_on_is_refused_where_the_filesystem_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Path("/proc")
+    monkeypatch.setenv("KVSTORE_DIRECT_IO", "off")
+    assert found(shared, "O_DIRECT").grade is Grade.OK
+
+
+def test_a_wrong_setting_is_one_finding_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_RAM", "20G")
+    finding = found(tmp_path, "settings")
+    assert finding.grade is Grade.REFUSED
+    assert "KVSTORE_RAM" in finding.value
+    assert "20GiB" in finding.advice
+
+
+def test_another_users_store_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving a directory to another user takes root")
+    os.chown(tmp_path, 12345, -1)
+    finding = found(tmp_path, "owner")
+    assert finding.grade is Grade.REFUSED
+    assert "12345" in finding.value
+
+
+def test_json_is_one_object_and_the_exit_code_says_whether_anything_is_refused(tmp_path: Path) -> None:
+    clean = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path), "--json"])
+    assert clean.exit_code == 0
+    assert json.loads(clean.stdout)["ok"] is True
+    refused = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path), "--json"], env={"KVSTORE_NVME": "4000PiB"})
+    assert refused.exit_code == 1
+    assert json.loads(refused.stdout)["ok"] is False
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
+    code = f"{sys.executable} -m kvstore.tools.cli doctor --path {tmp_path} --json | true"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_allocated_bytes_counts_blocks_not_lengths(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 30)
+    assert allocated_bytes(tmp_path) < 1 << 20
+    assert allocated_bytes(tmp_path / "absent") == 0

@@ -1,0 +1,236 @@
+"""``kvstore doctor``: what this host and these settings allow, and what a store would refuse, before it is opened.
+
+Nothing is created but a probe file for O_DIRECT, which is deleted at once. Must not open the store.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+import typer
+
+from kvstore import host
+from kvstore.errors import KVStoreError
+from kvstore.settings import Settings
+from kvstore.sizes import GIB, MIB, format_size
+from kvstore.tools import terminal
+
+PACKAGES = ("prefix-kvstore", "lmdb", "numpy", "xxhash", "zstandard", "torch", "transformers", "vllm")
+DESCRIPTORS_MIN = 1024
+RAM_USEFUL = 256 * MIB
+
+
+class Grade(StrEnum):
+    """What a finding means."""
+
+    OK = "ok"
+    NOTE = "note"
+    """It works, but slower or smaller than it could."""
+    REFUSED = "refused"
+    """The store would not open, or a tier would not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. advice: what to do, empty where nothing needs doing."""
+
+    subject: str
+    value: str
+    grade: Grade = Grade.OK
+    advice: str = ""
+
+
+def doctor(path: terminal.PathOption = None, as_json: terminal.JsonOption = False) -> None:
+    """Tell what this host allows and what a store here would refuse, and why. Exit code 1 when something is refused.
+
+    Example:
+
+        kvstore doctor --path ./store
+    """
+    findings = examine(path)
+    refused = any(finding.grade is Grade.REFUSED for finding in findings)
+    if as_json:
+        terminal.print_json({"ok": not refused, "findings": [asdict(finding) for finding in findings]})
+    else:
+        rows = [(finding.grade, finding.subject, finding.value, finding.advice) for finding in findings]
+        terminal.console().print(terminal.table("This host", ("", "what", "found", "what to do"), rows))
+    if refused:
+        raise typer.Exit(1)
+
+
+def examine(path: Path | None) -> list[Finding]:
+    """Every finding, for the store at ``path`` (default: what the settings name, else the current directory)."""
+    findings = list(_versions())
+    try:
+        named = path is not None or "KVSTORE_PATH" in os.environ or "KVSTORE_CONFIG" in os.environ
+        settings = Settings.resolve(path if named else Path.cwd())
+    except KVStoreError as error:
+        return [*findings, _refused("settings", error)]
+    findings.append(Finding("store", str(settings.path)))
+    for look in (_filesystem, _owner, _direct, _nvme, _shared_memory, _ram, _descriptors, _file_size, _locked_memory):
+        findings.extend(_contained(look, settings))
+    findings.extend(_contained(_memory, settings))
+    return findings
+
+
+def _contained(look: Callable[[Settings], Iterator[Finding]], settings: Settings) -> list[Finding]:
+    try:
+        return list(look(settings))
+    except KVStoreError as error:
+        return [_refused(look.__name__.lstrip("_").replace("_", " "), error)]
+
+
+def _refused(subject: str, error: KVStoreError) -> Finding:
+    return Finding(subject, error.problem, Grade.REFUSED, error.remedy)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("system", f"{platform.system()} {platform.release()}, {os.cpu_count()} processors")
+    yield Finding("python", platform.python_version())
+    for name in PACKAGES:
+        try:
+            yield Finding(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "not installed")
+    yield Finding("CUDA", "a driver is loaded" if Path("/proc/driver/nvidia/version").exists() else "no driver")
+
+
+def _filesystem(settings: Settings) -> Iterator[Finding]:
+    found = host.refuse_unsafe_filesystem(settings.path)
+    yield Finding("filesystem", f"{found.type} at {found.mount_point}")
+    yield Finding("PID namespace", str(host.pid_namespace()))
+
+
+def _owner(settings: Settings) -> Iterator[Finding]:
+    there, user = _nearest(settings.path), os.geteuid()
+    if there != settings.path:
+        if os.access(there, os.W_OK | os.X_OK):
+            yield Finding("owner", f"the store does not exist yet; user {user} may make it")
+        else:
+            advice = "give this user access, or choose another path"
+            yield Finding("owner", f"user {user} may not write to {there}", Grade.REFUSED, advice)
+    elif (owner := there.stat().st_uid) != user:
+        advice = f"run as user {owner}, or choose another path"
+        yield Finding("owner", f"it belongs to user {owner}, this is user {user}", Grade.REFUSED, advice)
+    else:
+        yield Finding("owner", f"user {owner}, as this process")
+
+
+def _direct(settings: Settings) -> Iterator[Finding]:
+    if settings.direct_io == "off":
+        yield Finding("O_DIRECT", "turned off by direct_io")
+    elif host.supports_o_direct(_nearest(settings.path)):
+        yield Finding("O_DIRECT", "yes")
+    elif settings.direct_io == "on":
+        yield Finding(
+            "O_DIRECT", "not on this filesystem", Grade.REFUSED, 'set direct_io to "auto", or choose ext4 or xfs'
+        )
+    else:
+        yield Finding("O_DIRECT", "not on this filesystem: buffered files are used", Grade.NOTE, "choose ext4 or xfs")
+
+
+def _nvme(settings: Settings) -> Iterator[Finding]:
+    if not settings.nvme:
+        yield Finding(
+            "nvme budget", "0: the tier is off", Grade.NOTE, "give nvme a budget, or restarts forget everything"
+        )
+        return
+    free, held = host.free_bytes(settings.path), allocated_bytes(settings.path)
+    text = f"{format_size(settings.nvme)} asked for, {format_size(held)} held, {format_size(free)} free"
+    if settings.nvme > held + free:
+        yield Finding("nvme budget", text, Grade.REFUSED, f"set nvme to {format_size(held + free)} at most")
+    else:
+        yield Finding("nvme budget", text)
+
+
+def _shared_memory(settings: Settings) -> Iterator[Finding]:
+    if not settings.ram:
+        return
+    where = settings.ram_directory
+    found = host.filesystem(where)
+    status = os.statvfs(_nearest(where))
+    whole, free = status.f_blocks * status.f_frsize, host.free_bytes(where)
+    text = f"{found.type} at {found.mount_point}, {format_size(whole)}, {format_size(free)} free"
+    if found.type != "tmpfs":
+        yield Finding(
+            "ram directory", text, Grade.REFUSED, "set ram_directory to a directory on tmpfs, such as /dev/shm"
+        )
+    elif whole < RAM_USEFUL:
+        yield Finding(
+            "ram directory", text, Grade.NOTE, "enlarge it: docker run --shm-size=4g, or mount a larger tmpfs"
+        )
+    else:
+        yield Finding("ram directory", text)
+
+
+def _ram(settings: Settings) -> Iterator[Finding]:
+    if not settings.ram:
+        yield Finding(
+            "ram budget", "0: the tier is off", Grade.NOTE, "give ram a budget: without it every load reads the disk"
+        )
+        return
+    cap = host.ram_cap(settings.ram, settings.ram_directory, 0)
+    if cap.reason:
+        yield Finding("ram budget", cap.reason, Grade.NOTE, "enlarge what limits it, or set ram lower")
+    else:
+        yield Finding("ram budget", f"{format_size(settings.ram)} can be had")
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    group = host.cgroup_memory_headroom()
+    limit = "no control group limit" if group is None else f"{format_size(group)} left in the control group"
+    yield Finding("memory", f"{format_size(host.memory_available())} available, {limit}")
+
+
+def _descriptors(settings: Settings) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN
+    advice = f"ulimit -n {DESCRIPTORS_MIN}: every segment is an open file" if few else ""
+    yield Finding("open files", f"{_limit(soft)} (hard {_limit(hard)})", Grade.NOTE if few else Grade.OK, advice)
+
+
+def _file_size(settings: Settings) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(settings.ram_segment_bytes, settings.nvme_segment_bytes)
+    if soft != resource.RLIM_INFINITY and soft < largest:
+        advice = "ulimit -f unlimited, or smaller segments"
+        yield Finding("file size", f"{format_size(soft)}, a segment is {format_size(largest)}", Grade.REFUSED, advice)
+    else:
+        yield Finding("file size", _limit(soft))
+
+
+def _locked_memory(settings: Settings) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = _limit(soft) if soft == resource.RLIM_INFINITY else format_size(soft)
+    short = settings.hbm > 0 and soft != resource.RLIM_INFINITY and soft < min(settings.ram, GIB)
+    advice = "ulimit -l unlimited: page-locked copies are faster" if short else ""
+    yield Finding("locked memory", text, Grade.NOTE if short else Grade.OK, advice)
+
+
+def allocated_bytes(folder: Path) -> int:
+    """Bytes that the files below ``folder`` take on their medium; 0 where there is none."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _nearest(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
