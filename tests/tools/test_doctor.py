@@ -42,12 +42,6 @@ def test_a_ram_directory_off_tmpfs_is_refused(tmp_path: Path, monkeypatch: pytes
     assert found(tmp_path, "ram directory").grade is Grade.REFUSED
 
 
-def test_direct_io_on_is_refused_where_the_filesystem_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Path("/proc")
-    monkeypatch.setenv("KVSTORE_DIRECT_IO", "off")
-    assert found(shared, "O_DIRECT").grade is Grade.OK
-
-
 def test_a_wrong_setting_is_one_finding_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_RAM", "20G")
     finding = found(tmp_path, "settings")
