@@ -27,37 +27,48 @@ Tokens: TypeAlias = npt.NDArray[np.uint32]
 
 
 def as_tokens(ids: Iterable[int] | npt.NDArray[np.integer]) -> Tokens:
-    """Token ids as a flat, contiguous uint32 array.
+    """Token ids as a flat, contiguous uint32 array of its own: what the caller does to ``ids`` later does not show.
 
     ids: any flat sequence of integers in 0 … 2³²−2. Raises TokenError for anything else.
     """
-    array = np.asarray(ids if isinstance(ids, np.ndarray | Sequence) else list(ids))
+    try:
+        array = np.asarray(ids if isinstance(ids, np.ndarray | Sequence) else list(ids))
+    except (TypeError, ValueError) as error:
+        raise TokenError(f"tokens must be a flat sequence of integers: {error}", _ONE_ROW) from error
     if array.size == 0:
         return np.empty(0, np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TokenError(
             f"tokens must be a flat sequence of integers, not shape {array.shape} of {array.dtype}",
-            "pass one row of input_ids, without padding",
+            _ONE_ROW,
         )
     if int(array.min()) < 0 or int(array.max()) >= TOKEN_LIMIT:
         raise TokenError(
             f"token ids must lie in 0…{TOKEN_LIMIT - 1}, found {int(array.min())}…{int(array.max())}",
             "take masked or padded positions (-100, -1) out before asking the store",
         )
-    return np.ascontiguousarray(array, dtype=np.uint32)
+    return np.array(array, dtype=np.uint32, order="C")
+
+
+_ONE_ROW = "pass one row of input_ids, without padding"
 
 
 def salt_digest(salt: bytes | str) -> bytes:
     """16 bytes that name a salt without revealing it; empty for the empty salt."""
-    raw = salt.encode() if isinstance(salt, str) else salt
+    raw = salt_bytes(salt)
     return hashlib.sha256(b"kvstore salt\0" + raw).digest()[:16] if raw else b""
+
+
+def salt_bytes(salt: bytes | str) -> bytes:
+    """A salt as bytes: text as UTF-8, lone surrogates as they are."""
+    return salt.encode(errors="surrogatepass") if isinstance(salt, str) else salt
 
 
 def root_key(fingerprint: bytes, salt: bytes | str) -> bytes:
     """The parent of a chain's first block: SHA-256(fingerprint ‖ salt), 32 bytes."""
     if len(fingerprint) != KEY_BYTES:
         raise ValueError(f"a fingerprint has {KEY_BYTES} bytes, not {len(fingerprint)}")
-    return hashlib.sha256(fingerprint + (salt.encode() if isinstance(salt, str) else salt)).digest()
+    return hashlib.sha256(fingerprint + salt_bytes(salt)).digest()
 
 
 def block_key(parent: bytes, tokens: ReadableBuffer, extra: bytes = b"") -> bytes:
@@ -142,11 +153,14 @@ ANCESTOR_BLOCKS = 16
 def chain(root: bytes, tokens: Tokens, block_tokens: int, extras: Sequence[Extra] = ()) -> Chain:
     """The chain over ``tokens``, the last, partial block included.
 
-    Raises ValueError for two extras of one block. 128K tokens take a few milliseconds.
+    Extras of blocks past the end are kept and change nothing. Raises ValueError for two extras of one block, or for
+    one of no block. 128K tokens take a few milliseconds.
     """
     framed = {extra.index: extra.encoded() for extra in extras}
     if len(framed) != len(extras):
         raise ValueError("two extras for one block: join them first")
+    if any(index < 0 for index in framed):
+        raise ValueError(f"an extra for block {min(framed)}: blocks are counted from 0")
     raw = np.ascontiguousarray(tokens, "<u4").data.cast("B") if len(tokens) else memoryview(b"")
     step = block_tokens * 4
     keys: list[bytes] = []

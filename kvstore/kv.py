@@ -35,6 +35,10 @@ class Run:
     tokens: int
     take: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.take <= self.tokens or (self.take < self.tokens and self.count > 1):
+            raise ValueError(f"{self.count} payloads of {self.tokens} tokens cannot give {self.take} each")
+
     def part(self, first: int, count: int) -> Run:
         """``count`` payloads from ``first`` on."""
         return Run(self.memory, self.offset + first * self.stride, self.stride, count, self.tokens, self.take)
@@ -152,11 +156,15 @@ class HostKV:
 
     def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
+        if run.count == 0:
+            return
         for plane in self._planes:
             np.copyto(self._inside(plane, run), self._outside(plane, start, run))
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on. Raises LayoutError past the capacity."""
+        if run.count == 0:
+            return
         for plane in self._planes:
             np.copyto(self._outside(plane, start, run), self._inside(plane, run))
 

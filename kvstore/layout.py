@@ -27,6 +27,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 BLOCK_TOKENS_MIN, BLOCK_TOKENS_MAX = 16, 256
 PAYLOAD_TARGET = 1 << 20
+LAYERS_MAX = 1 << 14
+_DAMAGED = "the record is damaged; run kvstore verify"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,7 +102,7 @@ class Layout:
         """A layout of one group whose layers are all alike; block_tokens is chosen when left out."""
         shape = LayerShape(heads, k_dim, k_dim if v_dim is None else v_dim)
         group = (shape,) * layers
-        chosen = block_tokens or default_block_tokens([group], dtype)
+        chosen = default_block_tokens([group], dtype) if block_tokens is None else block_tokens
         return cls(dtype, (group,), chosen, tuple((traits or {}).items()), shards)
 
     @property
@@ -154,21 +156,24 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """The layout that `to_json` described. Raises LayoutError when the text is something else."""
+        """The layout that `to_json` described. Raises LayoutError when the text is anything else, spaces included."""
         try:
             data = json.loads(text)
             if data["version"] != LAYOUT_VERSION:
                 raise LayoutError(f"layout version {data['version']}", "upgrade kvstore to read it")
+            if sum(abs(int(run[0])) for group in data["groups"] for run in group) > LAYERS_MAX:
+                raise LayoutError(f"a layout of more than {LAYERS_MAX} layers", _DAMAGED)
             groups = tuple(
                 tuple(LayerShape(int(h), int(k), int(v)) for n, h, k, v in run for _ in range(int(n)))
                 for run in data["groups"]
             )
             traits = tuple((str(name), str(value)) for name, value in data["traits"].items())
-            return cls(str(data["dtype"]), groups, int(data["block_tokens"]), traits, int(data["shards"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LayoutError(
-                f"not a layout description: {error}", "the record is damaged; run kvstore verify"
-            ) from error
+            layout = cls(str(data["dtype"]), groups, int(data["block_tokens"]), traits, int(data["shards"]))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise LayoutError(f"not a layout description: {error}", _DAMAGED) from error
+        if layout.to_json() != text:
+            raise LayoutError("a layout description that says more than a layout, or the same otherwise", _DAMAGED)
+        return layout
 
 
 def default_block_tokens(groups: Sequence[Sequence[LayerShape]], dtype: str) -> int:

@@ -1,0 +1,114 @@
+"""Events reach every observer, a faulty one is dropped, and counters add up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.events import (
+    Cause,
+    Counters,
+    Event,
+    Events,
+    Evicted,
+    Fault,
+    Hit,
+    Miss,
+    Moved,
+    Notice,
+    Refusal,
+    Saved,
+    Skipped,
+)
+
+TIERS = st.sampled_from(["hbm", "ram", "nvme"])
+COUNTS = st.integers(0, 10**6)
+SECONDS = st.floats(0, 10)
+WORDS = st.sampled_from(["lru", "full", "known", "busy"])
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Hit, TIERS, COUNTS, COUNTS, SECONDS),
+    st.builds(Miss, st.sampled_from(Cause), COUNTS),
+    st.builds(Saved, TIERS, COUNTS, COUNTS, SECONDS),
+    st.builds(Skipped, TIERS, WORDS, COUNTS),
+    st.builds(Moved, TIERS, TIERS, COUNTS, COUNTS, SECONDS),
+    st.builds(Evicted, TIERS, WORDS, COUNTS),
+    st.builds(Fault, TIERS, WORDS, st.text(max_size=5)),
+    st.builds(Notice, WORDS, st.text(max_size=5)),
+    st.builds(Refusal, st.just("transformers"), WORDS),
+)
+
+
+@given(st.lists(EVENTS))
+def test_asked_tokens_are_the_sum_of_hits_by_tier_and_misses_by_cause(happened: list[Event]) -> None:
+    counters = Counters()
+    events = Events([counters])
+    for event in happened:
+        events.emit(event)
+    total = counters.snapshot()
+    hits = sum(total.get(f"hit.{tier}.tokens", 0) for tier in ("hbm", "ram", "nvme"))
+    misses = sum(total.get(f"miss.{cause.value}.tokens", 0) for cause in Cause)
+    assert total.get("asked.tokens", 0) == hits + misses
+    assert hits == sum(event.tokens for event in happened if isinstance(event, Hit))
+    assert misses == sum(event.tokens for event in happened if isinstance(event, Miss))
+
+
+@given(EVENTS)
+def test_every_kind_of_event_is_counted(event: Event) -> None:
+    counters = Counters()
+    counters(event)
+    names = counters.snapshot()
+    assert names
+    assert all(name == name.lower() and " " not in name for name in names)
+    assert all(isinstance(amount, int) and amount >= 0 for amount in names.values())
+
+
+@given(st.lists(st.one_of(EVENTS, st.sampled_from(["take", "take and fail"]))))
+def test_what_is_taken_and_what_is_left_is_all_that_was_counted(steps: list[Event | str]) -> None:
+    counters, stored = Counters(), dict[str, int]()
+    for step in steps:
+        if not isinstance(step, str):
+            counters(step)
+            continue
+        taken = counters.take()
+        if step == "take":
+            stored = {name: stored.get(name, 0) + taken.get(name, 0) for name in stored | taken}
+        else:
+            counters.put_back(taken)
+    rest = counters.take()
+    together = {name: stored.get(name, 0) + rest.get(name, 0) for name in stored | rest}
+    assert together == counters.snapshot()
+    assert counters.take() == {}
+
+
+@given(EVENTS)
+def test_events_cannot_be_changed_by_an_observer(event: Event) -> None:
+    name = dataclasses.fields(event)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(event, name, None)
+
+
+def test_an_observer_that_raises_is_reported_once_and_dropped_and_the_others_hear_on() -> None:
+    first, last = list[Event](), list[Event]()
+
+    def faulty(event: Event) -> None:
+        raise OSError("the log's disk is full")
+
+    events = Events([first.append, faulty, last.append])
+    with pytest.warns(RuntimeWarning, match="the log's disk is full"):
+        events.emit(Miss(Cause.ABSENT, 1))
+    events.emit(Miss(Cause.ABSENT, 2))  # a second warning would be an error here
+    assert first == last == [Miss(Cause.ABSENT, 1), Miss(Cause.ABSENT, 2)]
+
+
+def test_an_observer_hears_nothing_after_it_was_taken_off() -> None:
+    heard = list[Event]()
+    events = Events()
+    leave = events.subscribe(heard.append)
+    events.emit(Notice("ram", "capped"))
+    leave()
+    leave()
+    events.emit(Notice("ram", "again"))
+    assert heard == [Notice("ram", "capped")]
