@@ -116,7 +116,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(draw)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_gather_writes_every_element_where_the_format_says_and_nothing_else(case: Case) -> None:
     before = case.raw()
@@ -127,7 +127,7 @@ def test_gather_writes_every_element_where_the_format_says_and_nothing_else(case
         np.testing.assert_array_equal(v, old_v)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_scatter_is_the_inverse_of_gather_and_leaves_other_tokens_alone(case: Case) -> None:
     original = case.raw()
@@ -146,7 +146,7 @@ def test_scatter_is_the_inverse_of_gather_and_leaves_other_tokens_alone(case: Ca
             assert (mine[:, stop:] == 0x5A).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(cases(), st.data())
 def test_a_run_in_pieces_does_what_the_whole_run_does(case: Case, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, case.count))
@@ -155,7 +155,7 @@ def test_a_run_in_pieces_does_what_the_whole_run_does(case: Case, data: st.DataO
     np.testing.assert_array_equal(case.memory, case.expected_memory())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(cases())
 def test_a_front_of_a_payload_is_loaded_without_the_rest(case: Case) -> None:
     # What partial matching does: the payload has more tokens than the prefix shares.
