@@ -12,10 +12,13 @@ import kvstore
 
 NEED_TORCH = (
     "kvstore.adapters.",
+    "kvstore.tiers.carrier",
     "kvstore.tiers.devicekv",
+    "kvstore.tiers.flights",
     "kvstore.tiers.hbm",
     "kvstore.tiers.lanes",
     "kvstore.tiers.pagelock",
+    "kvstore.tiers.shuffled",
 )
 """Prefixes of what may fail for want of an extra. All else must import with the core's dependencies alone."""
 

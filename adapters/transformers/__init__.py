@@ -1,0 +1,1 @@
+"""kvstore for Hugging Face transformers."""
