@@ -19,6 +19,7 @@ NEED_TORCH = (
     "kvstore.tiers.lanes",
     "kvstore.tiers.pagelock",
     "kvstore.tiers.shuffled",
+    "kvstore.tools.resume",
 )
 """Prefixes of what may fail for want of an extra. All else must import with the core's dependencies alone."""
 
