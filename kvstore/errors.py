@@ -115,3 +115,15 @@ class MissingExtraError(KVStoreError):
     """An optional dependency of this function is not installed."""
 
     exit_code = 17
+
+
+class NoSpaceError(KVStoreError):
+    """A medium or an index is full, and nothing could be evicted to make room."""
+
+    exit_code = 18
+
+
+class StorageError(KVStoreError):
+    """A medium reported an error: the store goes on without it."""
+
+    exit_code = 19

@@ -184,6 +184,11 @@ class Counters:
         with self._lock:
             self._fresh.update(taken)
 
+    def pending(self) -> dict[str, int]:
+        """What the next `take` would hand out."""
+        with self._lock:
+            return dict(self._fresh)
+
     def snapshot(self) -> dict[str, int]:
         """Everything counted in this process."""
         with self._lock:

@@ -1,0 +1,42 @@
+"""kvstore: a tiered, persistent KV cache for LLM inference.
+
+``kvstore.open(path)`` gives a `Store`; engines' adapters are in ``kvstore.adapters``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KVStoreError
+from kvstore.layout import Layout
+from kvstore.settings import Settings
+
+if TYPE_CHECKING:
+    from kvstore.core import Wrap
+    from kvstore.events import Observer
+    from kvstore.store import Store
+
+__version__ = "0.1.0"
+__all__ = ["KVStoreError", "Layout", "Settings", "__version__", "open"]
+
+
+def open(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    settings: Settings | None = None,
+    observers: Sequence[Observer] = (),
+    wrap: Wrap | None = None,
+    **arguments: object,
+) -> Store:
+    """Open the store in a directory, which is made when it does not exist.
+
+    path, arguments: as `Settings.resolve` takes them, e.g. ``kvstore.open("kv", ram="4GiB", nvme="100GiB")``; settings:
+    instead of both. observers: called with every `kvstore.events.Event`. wrap: puts a medium of one's own around each
+    tier's. Raises a `KVStoreError` that says what to do.
+    """
+    from kvstore.store import open_store
+
+    chosen = settings if settings is not None else Settings.resolve(path, environ=None, **arguments)
+    return open_store(chosen, wrap=wrap or (lambda medium: medium), observers=observers)

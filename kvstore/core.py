@@ -1,0 +1,281 @@
+"""A store as one process has it open: tiers, threads, owner, and who is told what. One a directory and process.
+
+`Store` is its face; several handles may share one core. Must not know engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from kvstore import superblock
+from kvstore.copying import CopyThreads
+from kvstore.errors import ClosedError, SettingsError
+from kvstore.events import Counters, Events, Notice, Observer
+from kvstore.eviction import Eviction, Target
+from kvstore.host import boot_id, ram_cap, supports_o_direct
+from kvstore.index import Database, Transaction
+from kvstore.keeper import Keeper, shared_counters
+from kvstore.loading import Loader
+from kvstore.match import Match
+from kvstore.mover import Move, Mover
+from kvstore.owners import Owner, survey
+from kvstore.pins import Pins
+from kvstore.policy import POLICIES
+from kvstore.prefetch import Prefetches
+from kvstore.purge import PurgeLog
+from kvstore.quotas import Quotas
+from kvstore.rescan import dirty_moves
+from kvstore.saving import Saver
+from kvstore.settings import Settings
+from kvstore.statistics import Stats, by_middle, merged, tier_stats
+from kvstore.tiers import integrity, opening
+from kvstore.tiers.medium import DirectMedium, MappedMedium, Medium
+from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.ram import RamTier
+from kvstore.tiers.slotted import SlottedTier
+
+Wrap: TypeAlias = Callable[[Medium], Medium]
+"""Puts a medium of one's own around a tier's: faults, throttling, tracing."""
+
+BOOT = b"boot"
+RESCAN_BLOCKS = 64
+_T = TypeVar("_T", bound=SlottedTier)
+
+
+class Core:
+    """Everything behind the handles of one directory."""
+
+    def __init__(self, settings: Settings, wrap: Wrap, observers: tuple[Observer, ...]) -> None:
+        self.settings = settings
+        self.events = Events(observers)
+        self.counters = Counters()
+        self.events.subscribe(self.counters)
+        self.closed = False
+        self.handles = 0
+        path = settings.path
+        if not settings.ram:
+            raise SettingsError("ram is 0: every block passes through it", "give ram a budget, 64MiB or more")
+        superblock.prepare_directory(path)
+        with superblock.opening(path):
+            identity = superblock.store_id(path)
+            self.owner = Owner(path / superblock.OWNERS, device=bool(settings.hbm))
+            self._tiers: list[SlottedTier] = []
+            try:
+                alone = superblock.refuse_other_namespaces(path, self.owner.id)
+                self._open_tiers(identity, wrap, alone)
+            except BaseException:
+                for tier in self._tiers:
+                    tier.close()
+                self.owner.close()
+                raise
+        self._start()
+
+    @property
+    def tiers(self) -> tuple[SlottedTier, ...]:
+        """Tiers with slots, the fastest first."""
+        return (self.ram,) if self.nvme is None else (self.ram, self.nvme)
+
+    @property
+    def lowest(self) -> SlottedTier:
+        """The tier whose index keeps names, pins, quotas and tombstones."""
+        return self.nvme or self.ram
+
+    def require_open(self) -> None:
+        """Raises ClosedError after `close`, or in a forked child."""
+        if self.closed:
+            raise ClosedError("this store is closed, or was opened before a fork", "open it again in this process")
+
+    def close(self) -> None:
+        """Write what waits, as far as it is done in time, and let go."""
+        if self.closed:
+            return
+        self.closed = True
+        self.prefetches.close()
+        if self.mover is not None:
+            self.mover.close(timeout=self.settings.mover_queue_bytes / 100e6 + 10)
+        self.keeper.close()
+        self.threads.close()
+        for tier in self._tiers:
+            tier.close()
+        self.owner.close()
+
+    def disown(self) -> None:
+        """In a forked child: nothing here may be used, and the parent's locks stay the parent's."""
+        self.closed = True
+        self.owner.disown()
+
+    # ---------------------------------------------------------------- answers
+
+    def living(self) -> set[bytes]:
+        """Owners that may be writing: this process and the others that live."""
+        return {self.owner.id, *survey(self.settings.path / superblock.OWNERS, self.owner.id)[0]}
+
+    def purged(self, match: Match) -> bool:
+        """Whether a block of the match was explicitly evicted since it was matched."""
+        stones = self.purge.newer(match.epoch)
+        keys = [piece.name.key for pieces in match.pieces.values() for piece in pieces]
+        return any(stone.names(match.space.root, key) for stone in stones for key in keys)
+
+    def evict(self, target: Target, tier: str | None, *, dry_run: bool) -> dict[str, int]:
+        """Evict from the tiers with slots, tombstone first."""
+        return Eviction(self.tiers, self.purge).run(target, tier, dry_run=dry_run)
+
+    def stats(self) -> Stats:
+        """The store at this moment."""
+        counters = merged(shared_counters(self.ram), self.counters.pending())
+        blocks, waiting = self.mover.depth if self.mover is not None else (0, 0)
+        return Stats(
+            path=str(self.settings.path),
+            tiers=tuple(tier_stats(tier) for tier in self.tiers),
+            asked_tokens=counters.get("asked.tokens", 0),
+            hit_tokens=by_middle(counters, "hit", "tokens"),
+            miss_tokens=by_middle(counters, "miss", "tokens"),
+            counters=counters,
+            mover_blocks=blocks,
+            mover_bytes=waiting,
+            mover_paused=self.mover is not None and self.mover.paused,
+            processes=len(self.living()),
+            namespaces=len({root for tier in self.tiers for root in tier.usage()}),
+            names=len(self.pins.listing()),
+        )
+
+    # ---------------------------------------------------------------- opening
+
+    def _open_tiers(self, identity: bytes, wrap: Wrap, alone: bool) -> None:
+        settings = self.settings
+        self.nvme: NvmeTier | None = None
+        ram_directory = settings.ram_directory / superblock.ram_name(settings.path, identity)
+        have = (
+            sum(file.stat().st_size for file in ram_directory.rglob("*") if file.is_file())
+            if ram_directory.exists()
+            else 0
+        )
+        cap = ram_cap(settings.ram, settings.ram_directory, have)
+        if cap.reason:
+            self.events.emit(Notice("ram capped", cap.reason))
+        if settings.nvme:
+            directory = settings.path / "nvme"
+            opening.refuse_larger_than_medium("nvme", settings.nvme, directory)
+            direct = settings.direct_io == "on" or (settings.direct_io == "auto" and supports_o_direct(settings.path))
+            if not direct and settings.direct_io == "auto":
+                self.events.emit(Notice("buffered", f"{settings.path} has no O_DIRECT: the page cache is used"))
+            medium = wrap(DirectMedium(directory, direct=direct))
+            self.nvme = self._tier(NvmeTier, directory, medium, identity, settings.nvme, alone, durable=True)
+        lowest = self.nvme
+        medium = wrap(MappedMedium(ram_directory))
+        self.ram = self._tier(RamTier, ram_directory, medium, identity, cap.bytes, alone, durable=False)
+        self._tiers.reverse()
+        log = (lowest or self.ram).index
+        self.purge, self.pins, self.quotas = PurgeLog(log), Pins(log), Quotas(log)
+        for tier in self._tiers:
+            tier.pins = self.pins.keys
+            tier.quota = self.quotas.reader(tier.name)
+            self._recover(tier, alone)
+
+    def _tier(
+        self,
+        kind: type[_T],
+        directory: Path,
+        medium: Medium,
+        identity: bytes,
+        budget: int,
+        alone: bool,
+        *,
+        durable: bool,
+    ) -> _T:
+        name = medium.name
+        wanted = self.settings.nvme_segment_bytes if durable else self.settings.ram_segment_bytes
+        index, block = opening.open_index(
+            name,
+            directory,
+            store=identity,
+            budget=budget,
+            segment_bytes=wanted,
+            index_bytes=None,
+            durable=durable,
+            alone=alone,
+            events=self.events,
+        )
+        tier = kind(
+            name,
+            directory,
+            index,
+            medium,
+            owner=self.owner.id,
+            segment_bytes=block.segment_bytes,
+            policy=POLICIES["lru" if durable or not self.settings.nvme else "lru-clean-first"],
+            events=self.events,
+            respects_leases=not durable,
+        )
+        self._tiers.append(tier)
+        return tier
+
+    def _recover(self, tier: SlottedTier, alone: bool) -> None:
+        """What the first opener does after a crash, a restart of the host, or damage to files."""
+        damaged = {
+            segment.number: why for segment in tier.segment_list() if (why := integrity.missing_files(tier, segment))
+        }
+        if damaged:
+            gone = integrity.drop_segments(tier, damaged.keys())
+            self.events.emit(
+                Notice("segments dropped", f"{tier.name}: {'; '.join(damaged.values())}; {gone} blocks lost")
+            )
+        here = boot_id()
+        with tier.index.read() as txn:
+            before = txn.get(Database.META, BOOT)
+        if before != here and alone:
+            if before is not None:
+                integrity.rebuild(tier)
+            tier.index.write(lambda txn: _set_boot(txn, here))
+            tier.reload()
+        if alone:
+            opening.shrink(tier)
+
+    def _start(self) -> None:
+        settings = self.settings
+        self.threads = CopyThreads(settings.copy_threads, settings.io_threads)
+        self.mover: Mover | None = None
+        if self.nvme is not None:
+            self.mover = Mover(
+                self.ram,
+                self.nvme,
+                self.purge,
+                self.events,
+                batch_bytes=settings.mover_batch_bytes,
+                queue_bytes=settings.mover_queue_bytes,
+            )
+        timeout = settings.lock_timeout_s
+        self.loader = Loader(
+            self.ram,
+            self.nvme,
+            self.purge,
+            self.threads,
+            self.events,
+            verify_share=settings.verify_share,
+            timeout=timeout,
+        )
+        self.saver = Saver(self.ram, self.nvme, self.purge, self.threads, self.events, self._submit, timeout=timeout)
+        self.prefetches = Prefetches(self.loader, self.events, self.purged, memory_tier=self.ram.name)
+        self.keeper = Keeper(
+            self.tiers,
+            settings.path / superblock.OWNERS,
+            self.owner.id,
+            self.counters,
+            self.events,
+            grace=settings.dead_owner_grace_s,
+            idle_work=self._rescan,
+        )
+
+    def _rescan(self) -> None:
+        if self.mover is not None and self.mover.idle and not self.mover.paused:
+            self.mover.submit(dirty_moves(self.ram, RESCAN_BLOCKS))
+
+    def _submit(self, moves: Sequence[Move]) -> None:
+        if self.mover is not None and moves:
+            self.mover.submit(moves)
+
+
+def _set_boot(txn: Transaction, boot: bytes) -> None:
+    txn.put(Database.META, BOOT, boot)

@@ -1,0 +1,176 @@
+"""Explicit eviction: which blocks a target names, and their removal everywhere, tombstone first.
+
+A prefix is evicted with everything that continues it and with those of its heads that nothing else uses; heads that
+other sequences share stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.errors import NotFoundError, SettingsError
+from kvstore.identity import ANCESTOR_BLOCKS
+from kvstore.index import Database, Transaction
+from kvstore.layout import Part
+from kvstore.match import Match
+from kvstore.purge import PurgeLog
+from kvstore.records import Entry, NamespaceRecord, family_key, key_depth, key_tokens, slot_key
+from kvstore.slots import SlotRef
+from kvstore.tiers import namespaces
+from kvstore.tiers.slotted import SlottedTier
+
+Victim = tuple[bytes, bytes]
+"""Index key and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to evict: exactly one of these. unused_s: blocks not used for so many seconds."""
+
+    everything: bool = False
+    root: bytes | None = None
+    salt: bytes | None = None
+    prefix: Match | None = None
+    unused_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.root is not None, self.salt is not None, self.prefix is not None, self.unused_s is not None]
+        if self.everything + sum(given) != 1:
+            raise SettingsError(
+                "an eviction needs exactly one of everything, namespace, salt, prefix, unused_s",
+                "name one; combine two by evicting twice",
+            )
+
+
+class Eviction:
+    """Evicts from tiers; log: where tombstones go."""
+
+    def __init__(self, tiers: Sequence[SlottedTier], log: PurgeLog) -> None:
+        self._tiers, self._log = tiers, log
+
+    def run(self, target: Target, tier: str | None = None, *, dry_run: bool = False) -> dict[str, int]:
+        """Evict; returns blocks by tier. tier: only the copies there, which leaves no tombstone.
+
+        Raises NotFoundError for a tier that is not there.
+        """
+        chosen = [one for one in self._tiers if tier in (None, one.name)]
+        if not chosen:
+            names = ", ".join(one.name for one in self._tiers)
+            raise NotFoundError(f"there is no tier {tier!r}", f"choose one of {names}")
+        victims = {one.name: self._victims(one, target) for one in chosen}
+        if dry_run:
+            return {name: len(found) for name, found in victims.items()}
+        if tier is None:
+            self._bury(target, victims)
+            victims = {one.name: self._victims(one, target) for one in chosen}
+        return {one.name: one.remove(victims[one.name], "evict", doom=True) for one in chosen}
+
+    def _bury(self, target: Target, victims: dict[str, list[Victim]]) -> None:
+        """The tombstones, before the first block goes."""
+        if target.everything:
+            self._log.add(everything=True)
+        elif target.root is not None:
+            self._log.add(root=target.root)
+        elif target.salt is not None:
+            for root in {
+                record.root for one in self._tiers for _, record in _spaces(one) if record.salt == target.salt
+            }:
+                self._log.add(root=root)
+        else:
+            keys = {key for found in victims.values() for _, key in found}
+            if keys:
+                self._log.add(keys=tuple(sorted(keys)))
+
+    def _victims(self, tier: SlottedTier, target: Target) -> list[Victim]:
+        if target.prefix is not None:
+            return self._of_prefix(tier, target.prefix)
+        with tier.index.read() as txn:
+            if target.unused_s is not None:
+                return _unused(tier, txn, target.unused_s)
+            if target.everything:
+                return [(key, Entry.unpack(raw).key) for key, raw in txn.scan(Database.BLOCKS)]
+            numbers = {
+                number
+                for number, record in namespaces.listing(txn)
+                if record.root == target.root or (target.salt is not None and record.salt == target.salt)
+            }
+            entries = ((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS))
+            return [(key, entry.key) for key, entry in entries if entry.namespace in numbers]
+
+    def _of_prefix(self, tier: SlottedTier, match: Match) -> list[Victim]:
+        """A tier's blocks of a prefix; a head goes only if no tier has another child of it."""
+        victims: list[Victim] = []
+        for part in match.pieces:
+            doomed, heads = self._tree(match, part)
+            with tier.index.read() as txn:
+                for index_key in [*heads, *doomed]:
+                    raw = txn.get(Database.BLOCKS, index_key)
+                    if raw is not None:
+                        victims.append((index_key, Entry.unpack(raw).key))
+        return victims
+
+    def _tree(self, match: Match, part: Part) -> tuple[list[bytes], list[bytes]]:
+        """Index keys of the blocks that continue a prefix, and of the heads that only these use."""
+        pieces = match.pieces[part]
+        if not pieces:
+            return [], []
+        chain, last = match.chain, len(pieces) - 1
+        wanted = chain.tokens[last * chain.block_tokens : match.tokens].astype(">u4").tobytes()
+        doomed: list[bytes] = []
+        for index_key, entry in self._children(chain.ancestor(last), last, chain.parent(last), part):
+            if key_tokens(index_key, entry).startswith(wanted):
+                doomed.append(index_key)
+                doomed += self._below(chain.ancestor(last), last, entry.key, part)
+        gone = set(doomed)
+        heads: list[bytes] = []
+        for index in range(last - 1, -1, -1):
+            parent = chain.keys[index]
+            below = self._children(chain.ancestor(index + 1), index + 1, parent, part)
+            if any(index_key not in gone for index_key, _ in below):
+                break
+            heads.append(pieces[index].name.index_key)
+            gone.add(pieces[index].name.index_key)
+        return doomed, heads
+
+    def _below(self, ancestor: bytes, depth: int, key: bytes, part: Part) -> list[bytes]:
+        """Index keys of everything under a block."""
+        found: list[bytes] = []
+        waiting = [(ancestor, depth, key)]
+        while waiting:
+            ancestor, depth, key = waiting.pop()
+            below = depth + 1
+            shared = key if below % ANCESTOR_BLOCKS == 0 else ancestor
+            for index_key, entry in self._children(shared, below, key, part):
+                found.append(index_key)
+                waiting.append((shared, key_depth(index_key), entry.key))
+        return found
+
+    def _children(self, ancestor: bytes, depth: int, parent: bytes, part: Part) -> list[tuple[bytes, Entry]]:
+        """Blocks that follow a block, in any tier."""
+        family = family_key(ancestor, depth, parent, part)
+        found: dict[bytes, Entry] = {}
+        for tier in self._tiers:
+            with tier.index.read() as txn:
+                found.update((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS, family))
+        return list(found.items())
+
+
+def _spaces(tier: SlottedTier) -> Iterator[tuple[int, NamespaceRecord]]:
+    with tier.index.read() as txn:
+        yield from namespaces.listing(txn)
+
+
+def _unused(tier: SlottedTier, txn: Transaction, seconds: float) -> list[Victim]:
+    oldest = tier.oldest_stamp(seconds)
+    victims: list[Victim] = []
+    for segment in tier.segment_list():
+        stamps = tier.arrays.of(segment.number).stamps[: segment.slots]
+        for slot in np.flatnonzero((stamps > 0) & (stamps < oldest)).tolist():
+            index_key = txn.get(Database.SLOTS, slot_key(SlotRef(segment.number, slot)))
+            raw = txn.get(Database.BLOCKS, index_key) if index_key is not None else None
+            if index_key is not None and raw is not None:
+                victims.append((index_key, Entry.unpack(raw).key))
+    return victims

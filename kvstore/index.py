@@ -1,0 +1,337 @@
+"""One LMDB environment of a tier: named databases, read transactions, and the one thread that writes.
+
+The only module that imports ``lmdb``; it knows bytes, not what they mean. LMDB's writer lock is the store's only lock
+between processes, so what runs under it is small: no payload is copied and no file allocated inside a write
+transaction. Readers take no lock.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import lmdb
+
+from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
+
+T = TypeVar("T")
+_Items: TypeAlias = Iterator[tuple[bytes, bytes]]
+
+MAX_READERS = 510
+PAGE = 4096
+
+
+class Database(StrEnum):
+    """The named databases; `FORMAT.md` describes their records."""
+
+    BLOCKS = "blocks"
+    SLOTS = "slots"
+    WRITING = "writing"
+    SEGMENTS = "segments"
+    FREE = "free"
+    LEASES = "leases"
+    NAMES = "names"
+    NAMESPACES = "namespaces"
+    USAGE = "usage"
+    PURGE = "purge"
+    META = "meta"
+
+
+class Transaction:
+    """A read or write transaction; valid on the thread and in the block it was opened in."""
+
+    def __init__(self, txn: lmdb.Transaction, handles: dict[Database, Any]) -> None:
+        self._txn = txn
+        self._handles = handles
+
+    def get(self, db: Database, key: bytes) -> bytes | None:
+        """The value of a key."""
+        return cast("bytes | None", self._txn.get(key, db=self._handles[db]))
+
+    def get_many(self, db: Database, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The values of many keys, by one call into LMDB."""
+        with self._txn.cursor(self._handles[db]) as cursor:
+            found = cast("dict[bytes, bytes]", dict(cursor.getmulti(keys)))
+        return [found.get(key) for key in keys]
+
+    def put(self, db: Database, key: bytes, value: bytes) -> None:
+        """Set a key's value."""
+        self._txn.put(key, value, db=self._handles[db])
+
+    def delete(self, db: Database, key: bytes) -> bool:
+        """Delete a key; False when it was not there."""
+        return bool(self._txn.delete(key, db=self._handles[db]))
+
+    def pop(self, db: Database, key: bytes) -> bytes | None:
+        """Delete a key and return its value."""
+        return cast("bytes | None", self._txn.pop(key, db=self._handles[db]))
+
+    def clear(self, db: Database) -> None:
+        """Delete every key of a database."""
+        self._txn.drop(self._handles[db], delete=False)
+
+    def count(self, db: Database) -> int:
+        """How many keys a database has."""
+        return int(self._txn.stat(self._handles[db])["entries"])
+
+    def scan(self, db: Database, prefix: bytes = b"", start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """Keys with a prefix, in order, from ``start`` on. The database must not be changed meanwhile."""
+        with self._txn.cursor(self._handles[db]) as cursor:
+            begin = start if start is not None else prefix
+            if not (cursor.set_range(begin) if begin else cursor.first()):
+                return
+            for key, value in cast("_Items", cursor.iternext(keys=True, values=True)):
+                if not key.startswith(prefix):
+                    return
+                yield key, value
+
+    def scan_back(self, db: Database, prefix: bytes, before: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Keys with a prefix that come before ``before``, nearest first."""
+        with self._txn.cursor(self._handles[db]) as cursor:
+            placed = cursor.prev() if cursor.set_range(before) else cursor.last()
+            if not placed:
+                return
+            for key, value in cast("_Items", cursor.iterprev(keys=True, values=True)):
+                if not key.startswith(prefix):
+                    return
+                yield key, value
+
+    def last(self, db: Database) -> tuple[bytes, bytes] | None:
+        """The largest key and its value."""
+        with self._txn.cursor(self._handles[db]) as cursor:
+            return cast("tuple[bytes, bytes]", cursor.item()) if cursor.last() else None
+
+
+class _Job:
+    """Work queued for the writer."""
+
+    __slots__ = ("future", "work")
+
+    def __init__(self, work: Callable[[Transaction], Any]) -> None:
+        self.work = work
+        self.future: Future[Any] = Future()
+
+
+class Index:
+    """An LMDB environment, preallocated to its full size.
+
+    directory: holds ``data.mdb`` and ``lock.mdb``; created with mode 0700. size: bytes of ``data.mdb``, a multiple of
+    4096. durable: commits reach the disk (all but the last after a power failure); else they only survive the process.
+    Raises DamagedError for truncated or foreign files, NoSpaceError when the medium cannot hold ``size``.
+    """
+
+    def __init__(self, directory: Path, size: int, *, durable: bool, name: str) -> None:
+        self.directory = directory
+        self.size = size
+        self.name = name
+        directory.mkdir(mode=0o700, exist_ok=True)
+        data = directory / "data.mdb"
+        fresh = not data.exists()
+        if not fresh and data.stat().st_size < size:
+            raise DamagedError(
+                f"{data} has {data.stat().st_size} bytes, it was made with {size}",
+                f"restore the file, or remove {directory.parent}: its cached blocks are lost, nothing else",
+            )
+        with _translated(f"opening the {name} index"):
+            self._env = lmdb.open(
+                os.fspath(directory),
+                map_size=size,
+                max_dbs=len(Database),
+                max_readers=MAX_READERS,
+                metasync=False,
+                sync=durable,
+                readahead=False,
+                mode=0o600,
+            )
+        try:
+            self._preallocate(fresh)
+            with _translated(f"opening the {name} index"):
+                self._handles: dict[Database, Any] = {db: self._env.open_db(db.value.encode()) for db in Database}
+                self._env.reader_check()
+        except BaseException:
+            self._env.close()
+            raise
+        self._closed = False
+        self._readers = 0
+        self._idle = threading.Condition()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-{name}-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the environment's files."""
+        return sum(path.stat().st_size for path in self.directory.iterdir())
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A consistent view. Raises ClosedError after `close`."""
+        with self._idle:
+            if self._closed:
+                raise ClosedError(f"the {self.name} index is closed", "open the store again")
+            self._readers += 1
+        try:
+            with _translated(f"reading the {self.name} index"), self._env.begin(buffers=False) as txn:
+                yield Transaction(txn, self._handles)
+        finally:
+            with self._idle:
+                self._readers -= 1
+                self._idle.notify_all()
+
+    def submit(self, work: Callable[[Transaction], T]) -> Future[T]:
+        """Queue ``work`` for the writer thread; the future is done after the commit.
+
+        Works that are queued together share a transaction. ``work`` may be run again when another one of the group
+        fails, so it must have no effect outside its transaction.
+        """
+        job = _Job(work)
+        if self._closed:
+            raise ClosedError(f"the {self.name} index is closed", "open the store again")
+        self._queue.put(job)
+        return job.future
+
+    def write(self, work: Callable[[Transaction], T], timeout: float | None = None) -> T:
+        """Run ``work`` in a write transaction and wait for its commit.
+
+        Raises BusyError when the writer lock was not had within ``timeout`` seconds: then ``work`` never runs.
+        """
+        future = self.submit(work)
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            if future.cancel():
+                raise BusyError(
+                    f"the {self.name} index is locked by another process",
+                    "try again; `kvstore doctor` lists the owners",
+                ) from None
+            return future.result()
+
+    def check_readers(self) -> int:
+        """Free the reader slots of dead processes; returns how many."""
+        return int(self._env.reader_check())
+
+    def used_bytes(self) -> int:
+        """Bytes of pages in use, freed pages included."""
+        return int(self._env.info()["last_pgno"] + 1) * int(self._env.stat()["psize"])
+
+    def sync(self) -> None:
+        """Flush everything to the medium."""
+        with _translated(f"syncing the {self.name} index"):
+            self._env.sync(True)
+
+    def close(self) -> None:
+        """Finish what is queued and close. Waits for readers; safe to call twice."""
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        with self._idle:
+            self._idle.wait_for(lambda: self._readers == 0)
+            self._env.close()
+
+    def _preallocate(self, fresh: bool) -> None:
+        """Give both files all their blocks: a full medium must not stop an eviction, or turn a page into a SIGBUS."""
+        for path, size in ((self.directory / "data.mdb", self.size), (self.directory / "lock.mdb", 0)):
+            fd = os.open(path, os.O_RDWR)
+            try:
+                length = max(size, os.fstat(fd).st_size)
+                if fresh or os.fstat(fd).st_blocks * 512 < length:
+                    os.posix_fallocate(fd, 0, length)
+            except OSError as error:
+                raise NoSpaceError(
+                    f"no room for the {self.name} index of {self.size} bytes: {error.strerror}",
+                    "free some space, or lower the budget",
+                ) from error
+            finally:
+                os.close(fd)
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            job = self._queue.get()
+            if job is None:
+                return
+            try:
+                running = self._group(job)
+            except BaseException as error:  # noqa: BLE001  the caller gets it; the writer must live on
+                if not job.future.done():
+                    job.future.set_exception(error)
+
+    def _group(self, first: _Job) -> bool:
+        """One transaction for ``first`` and all that is queued; False when the index is being closed."""
+        running = True
+        jobs: list[_Job] = []
+        failed = False
+        results: list[Any] = []
+        txn = None
+        try:
+            with _translated(f"writing the {self.name} index"):
+                txn = self._env.begin(write=True, buffers=False)
+            queued = [first]
+            while not self._queue.empty():
+                job = self._queue.get()
+                if job is None:
+                    running = False
+                else:
+                    queued.append(job)
+            jobs = [job for job in queued if job.future.set_running_or_notify_cancel()]
+            with _translated(f"writing the {self.name} index"):
+                for job in jobs:
+                    results.append(job.work(Transaction(txn, self._handles)))
+                txn.commit()
+        except BaseException as error:  # noqa: BLE001  handed to the caller below
+            failed = True
+            if txn is not None:
+                txn.abort()
+            if txn is None or len(jobs) == 1:
+                for job in jobs or [first]:
+                    job.future.set_exception(error)
+                return running
+        if not failed:
+            for job, result in zip(jobs, results, strict=True):
+                job.future.set_result(result)
+            return running
+        for job in jobs:
+            self._alone(job)
+        return running
+
+    def _alone(self, job: _Job) -> None:
+        """A transaction for one job, after its group failed."""
+        try:
+            with _translated(f"writing the {self.name} index"), self._env.begin(write=True, buffers=False) as txn:
+                result = job.work(Transaction(txn, self._handles))
+        except BaseException as error:  # noqa: BLE001  handed to the caller
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """The one place where LMDB's errors become ours."""
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except lmdb.MapFullError as error:
+        raise NoSpaceError(f"{what}: the index is full", "raise the tier's budget, or use larger blocks") from error
+    except lmdb.DiskError as error:
+        raise NoSpaceError(f"{what}: the medium is full", "free some space on it") from error
+    except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError) as error:
+        raise DamagedError(
+            f"{what}: {error}", "remove the tier's directory: cached blocks are lost, nothing else"
+        ) from error
+    except lmdb.LockError as error:
+        raise BusyError(f"{what}: {error}", "close the other handle first") from error
+    except lmdb.Error as error:
+        raise StorageError(f"{what}: {error}", "check the disk; `kvstore doctor` helps") from error

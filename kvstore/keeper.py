@@ -1,0 +1,155 @@
+"""Housekeeping, once a second: what dead processes left is taken back, counters are shared, old blocks expire.
+
+Everything here may be late or left out without harm. It never runs in a request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import KVStoreError
+from kvstore.events import Counters, Events, Fault
+from kvstore.host import boottime_ns
+from kvstore.index import Database, Transaction
+from kvstore.owners import bury, survey
+from kvstore.records import Entry, slot_key, unpack_lease
+from kvstore.slots import SlotRef
+from kvstore.tiers import namespaces
+from kvstore.tiers.slotted import SlottedTier
+
+PERIOD_S = 1.0
+EXPIRY_PERIOD_S = 10.0
+COUNTER = b"counter:"
+
+
+class Keeper:
+    """The housekeeping thread of one process. idle_work: called when there is time, to offer the mover old blocks."""
+
+    def __init__(
+        self,
+        tiers: Sequence[SlottedTier],
+        owners: Path,
+        mine: bytes,
+        counters: Counters,
+        events: Events,
+        *,
+        grace: float,
+        idle_work: Callable[[], None],
+    ) -> None:
+        self._tiers, self._owners, self._mine = tuple(tiers), owners, mine
+        self._counters, self._events = counters, events
+        self._grace, self._idle_work = grace, idle_work
+        self._seen_dead: dict[bytes, float] = {}
+        self._stop = threading.Event()
+        self.take_back_the_dead()
+        self._thread = threading.Thread(target=self._run, name="kvstore-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; what was counted is still shared."""
+        self._stop.set()
+        self._thread.join()
+        self._attempt("counters", self.flush_counters)
+
+    def take_back_the_dead(self) -> int:
+        """Free what dead owners were writing or holding; those with a device after a while. Returns slots freed."""
+        _, dead = survey(self._owners, self._mine)
+        now = time.monotonic()
+        freed = 0
+        for owner, card in dead.items():
+            since = self._seen_dead.setdefault(owner, now)
+            if card.device and now - since < self._grace:
+                continue
+            freed += sum(tier.take_back(owner) for tier in self._tiers)
+            bury(self._owners, owner)
+        if dead:
+            for tier in self._tiers:
+                tier.index.check_readers()
+        return freed
+
+    def flush_counters(self) -> None:
+        """Add what this process counted to the counters that all share."""
+        fresh = self._counters.take()
+        if not fresh:
+            return
+
+        def work(txn: Transaction) -> None:
+            for name, amount in fresh.items():
+                key = COUNTER + name.encode()[:400]
+                total = int.from_bytes(txn.get(Database.META, key) or b"", "little") + amount
+                txn.put(Database.META, key, total.to_bytes(16, "little"))
+
+        try:
+            self._tiers[0].index.write(work, timeout=1.0)
+        except KVStoreError:
+            self._counters.put_back(fresh)
+            raise
+
+    def expire(self) -> int:
+        """Evict blocks that were not used for their namespace's TTL; returns how many."""
+        return sum(self._expire(tier) for tier in self._tiers)
+
+    def _run(self) -> None:
+        expired = time.monotonic()
+        while not self._stop.wait(PERIOD_S):
+            self._attempt("take back", self.take_back_the_dead)
+            self._attempt("counters", self.flush_counters)
+            self._attempt("leases", self._drop_leases)
+            self._attempt("rescan", self._idle_work)
+            if time.monotonic() - expired >= EXPIRY_PERIOD_S:
+                self._attempt("expire", self.expire)
+                expired = time.monotonic()
+
+    def _attempt(self, what: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except (KVStoreError, OSError) as error:
+            self._events.emit(Fault("store", what, str(error)))
+
+    def _drop_leases(self) -> None:
+        index = self._tiers[0].index
+        now = boottime_ns()
+        with index.read() as txn:
+            old = [key for key, raw in txn.scan(Database.LEASES) if unpack_lease(raw)[0] <= now]
+        if old:
+            index.write(lambda txn: [txn.delete(Database.LEASES, key) for key in old], timeout=1.0)
+
+    def _expire(self, tier: SlottedTier) -> int:
+        with tier.index.read() as txn:
+            limits = {number: record.ttl for number, record in namespaces.listing(txn) if record.ttl}
+            if not limits:
+                return 0
+            victims: list[tuple[bytes, bytes]] = []
+            for ref in self._unused(tier, limits):
+                index_key = txn.get(Database.SLOTS, slot_key(ref))
+                raw = txn.get(Database.BLOCKS, index_key) if index_key is not None else None
+                if index_key is not None and raw is not None:
+                    entry = Entry.unpack(raw)
+                    if entry.namespace in limits and entry.key not in tier.pins():
+                        victims.append((index_key, entry.key))
+        return tier.remove(victims, "expired")
+
+    def _unused(self, tier: SlottedTier, limits: dict[int, int]) -> list[SlotRef]:
+        """Slots whose stamp is older than their namespace's TTL."""
+        found: list[SlotRef] = []
+        for segment in tier.segment_list():
+            arrays = tier.arrays.of(segment.number)
+            stamps, numbers = arrays.stamps[: segment.slots], arrays.namespaces[: segment.slots]
+            for number, ttl in limits.items():
+                oldest = tier.oldest_stamp(ttl)
+                old = np.flatnonzero((numbers == number) & (stamps > 0) & (stamps < oldest))
+                found += [SlotRef(segment.number, slot) for slot in old.tolist()]
+        return found
+
+
+def shared_counters(tier: SlottedTier) -> dict[str, int]:
+    """What all processes have counted, as far as they have shared it."""
+    with tier.index.read() as txn:
+        return {
+            key[len(COUNTER) :].decode(): int.from_bytes(raw, "little") for key, raw in txn.scan(Database.META, COUNTER)
+        }

@@ -1,0 +1,204 @@
+"""The mover: one thread that copies new blocks from `ram` to `nvme`, in batches, behind everybody's back.
+
+Its queue is bounded; when it is full the oldest waiting blocks are dropped and counted: they stay in `ram`, and
+`rescan` offers them again when the mover has nothing to do. It is the only one, besides administration, that writes to
+the `nvme` index.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
+from kvstore.events import Events, Fault, Moved, Notice, Skipped
+from kvstore.policy import CLEAN
+from kvstore.purge import PurgeLog
+from kvstore.records import BlockName, Entry, NamespaceRecord
+from kvstore.slots import SlotRef
+from kvstore.tiers.ledger import Placement
+from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.ram import RamTier
+
+FAULTS_BEFORE_PAUSE = 3
+PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A block in `ram` that `nvme` should have. now: when it was last used, `boottime_ns`."""
+
+    name: BlockName
+    entry: Entry
+    record: NamespaceRecord
+    slot_bytes: int
+    payload_bytes: int
+    now: int
+
+
+class Mover:
+    """Copies from `ram` to `nvme`. batch_bytes: moved at once; queue_bytes: what may wait."""
+
+    def __init__(
+        self, ram: RamTier, nvme: NvmeTier, purge: PurgeLog, events: Events, *, batch_bytes: int, queue_bytes: int
+    ) -> None:
+        self._ram, self._nvme, self._purge, self._events = ram, nvme, purge, events
+        self._batch_bytes, self._queue_bytes = batch_bytes, queue_bytes
+        self._queue: deque[Move] = deque()
+        self._queued = 0
+        self._busy = False
+        self._stopping = False
+        self._faults = 0
+        self._paused_until = 0.0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvstore-mover", daemon=True)
+        self._thread.start()
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """Queue blocks; the oldest waiting ones are dropped when there are too many. Never waits."""
+        dropped = 0
+        with self._changed:
+            if self._stopping:
+                dropped = len(moves)
+            else:
+                self._queue.extend(moves)
+                self._queued += sum(move.slot_bytes for move in moves)
+                while self._queued > self._queue_bytes and self._queue:
+                    self._queued -= self._queue.popleft().slot_bytes
+                    dropped += 1
+                self._changed.notify_all()
+        if dropped:
+            self._events.emit(Skipped(self._nvme.name, "queue full", dropped))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is being moved."""
+        return not self._queue and not self._busy
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Blocks and bytes that wait."""
+        with self._changed:
+            return len(self._queue), self._queued
+
+    @property
+    def paused(self) -> bool:
+        """After faults of the medium, nothing is written for a while: `nvme` is read-only."""
+        return time.monotonic() < self._paused_until
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was submitted is in `nvme` or given up; False when that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.idle or (self.paused and not self._busy), timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Finish what waits, as far as that is done within ``timeout`` seconds, then stop."""
+        done = self.flush(timeout)
+        with self._changed:
+            self._stopping = True
+            left, self._queued = len(self._queue), 0
+            self._queue.clear()
+            self._changed.notify_all()
+        if left:
+            self._events.emit(Skipped(self._nvme.name, "closing", left))
+        self._thread.join()
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or (self._queue and not self.paused), self._wait())
+                if self._stopping:
+                    return
+                batch = [] if self.paused else self._take()
+                self._busy = bool(batch)
+            if not batch:
+                continue
+            try:
+                self._move(batch)
+                self._faults = 0
+            except (BusyError, ClosedError) as error:
+                self._events.emit(Skipped(self._nvme.name, "busy", len(batch)))
+                self._events.emit(Fault(self._nvme.name, "move", error.problem))
+            except KVStoreError as error:
+                self._fault(error, len(batch))
+            except Exception as error:  # noqa: BLE001  the mover must outlive anything, and say so
+                self._fault(StorageError(repr(error), ""), len(batch))
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _wait(self) -> float | None:
+        return max(0.05, self._paused_until - time.monotonic()) if self._queue else None
+
+    def _take(self) -> list[Move]:
+        """The oldest moves that go together: one slot size, one namespace, one batch's bytes."""
+        batch = [self._queue.popleft()]
+        size = batch[0].slot_bytes
+        while self._queue and size + self._queue[0].slot_bytes <= self._batch_bytes:
+            following = self._queue[0]
+            if following.slot_bytes != batch[0].slot_bytes or following.record.root != batch[0].record.root:
+                break
+            batch.append(self._queue.popleft())
+            size += following.slot_bytes
+        self._queued -= size
+        return batch
+
+    def _move(self, batch: list[Move]) -> None:
+        began = time.perf_counter()
+        first = batch[0]
+        space = self._nvme.space(first.record)
+        moves = {move.name.index_key: move for move in batch}
+        epoch = min(move.entry.epoch for move in batch)
+        reserved = self._nvme.reserve([move.name for move in batch], space, first.slot_bytes, epoch)
+        if reserved.left:
+            reason = "quota" if reserved.over_quota else "full"
+            self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
+        pairs = [(placement, moves[placement.name.index_key]) for placement in reserved.placed]
+        try:
+            done = self._write(pairs, first.slot_bytes)
+            stones = self._purge.newer(epoch)
+            now = max(move.now for move in batch)
+            published = self._nvme.publish([(p, checksum) for p, checksum in done], stones, now=now)
+        except BaseException:
+            self._nvme.abandon(reserved.placed)
+            raise
+        kept = {placement.ref for placement in published}
+        self._nvme.abandon([placement for placement, _ in pairs if placement.ref not in kept])
+        self._mark_clean([move for move in batch if self._is_clean(move, published, reserved.known)])
+        size = len(published) * first.payload_bytes
+        if published:
+            seconds = time.perf_counter() - began
+            self._events.emit(Moved(self._ram.name, self._nvme.name, len(published), size, seconds))
+
+    def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> list[tuple[Placement, bytes]]:
+        """Write slot images straight from `ram`; those that changed under the write are left out."""
+        live = self._ram.unchanged([move.entry for _, move in pairs])
+        pairs = [pair for pair, same in zip(pairs, live, strict=True) if same]
+        refs = [placement.ref for placement, _ in pairs]
+        images = [self._ram.slot(move.entry.ref, slot_bytes) for _, move in pairs]
+        self._nvme.write(refs, slot_bytes, images)
+        self._nvme.sync(refs)
+        same = self._ram.unchanged([move.entry for _, move in pairs])
+        return [(placement, move.entry.checksum) for (placement, move), ok in zip(pairs, same, strict=True) if ok]
+
+    def _is_clean(self, move: Move, published: list[Placement], known: list[Entry]) -> bool:
+        key = move.name.key
+        return any(placement.name.key == key for placement in published) or any(entry.key == key for entry in known)
+
+    def _mark_clean(self, moves: list[Move]) -> None:
+        same = self._ram.unchanged([move.entry for move in moves])
+        refs: list[SlotRef] = [move.entry.ref for move, ok in zip(moves, same, strict=True) if ok]
+        self._ram.flag(refs, CLEAN)
+
+    def _fault(self, error: KVStoreError, blocks: int) -> None:
+        self._events.emit(Fault(self._nvme.name, "move", error.problem))
+        self._events.emit(Skipped(self._nvme.name, "fault", blocks))
+        self._faults += 1
+        if self._faults >= FAULTS_BEFORE_PAUSE and isinstance(error, StorageError | NoSpaceError | DamagedError):
+            self._paused_until = time.monotonic() + PAUSE_S
+            self._events.emit(Notice("nvme read-only", f"{error.problem}; tried again in {PAUSE_S:.0f} s"))

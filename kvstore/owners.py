@@ -1,0 +1,84 @@
+"""Who is alive: one locked file a process.
+
+An owner is a random id. Its file in ``owners/`` stays locked (flock) as long as its process lives; a free lock means
+dead. Process ids prove nothing, since containers share them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.host import pid_namespace
+
+_CARD = struct.Struct("<QI?")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What an owner says of itself. device: whether it copies to a device, whose copies may outlive it for a moment."""
+
+    pid_namespace: int
+    pid: int
+    device: bool
+
+
+class Owner:
+    """This process, as long as it keeps its file locked."""
+
+    def __init__(self, directory: Path, *, device: bool) -> None:
+        self.id = secrets.token_bytes(16)
+        self._path = directory / self.id.hex()
+        hidden = directory / f".{self.id.hex()}"
+        self._fd: int | None = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, _CARD.pack(pid_namespace(), os.getpid(), device))
+        hidden.rename(self._path)
+
+    def close(self) -> None:
+        """Die properly: nothing must be left to take back."""
+        self._path.unlink(missing_ok=True)
+        self.disown()
+
+    def disown(self) -> None:
+        """Let go of the file without unlocking it for others: what a forked child does."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def survey(directory: Path, mine: bytes | None = None) -> tuple[dict[bytes, Card], dict[bytes, Card]]:
+    """The other owners: (the living, the dead)."""
+    living: dict[bytes, Card] = {}
+    dead: dict[bytes, Card] = {}
+    for path in directory.iterdir():
+        try:
+            owner = bytes.fromhex(path.name)
+        except ValueError:
+            continue
+        if owner == mine or len(owner) != 16:
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            raw = os.read(fd, _CARD.size)
+            card = Card(*_CARD.unpack(raw)) if len(raw) == _CARD.size else Card(0, 0, True)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                dead[owner] = card
+            except BlockingIOError:
+                living[owner] = card
+        finally:
+            os.close(fd)
+    return living, dead
+
+
+def bury(directory: Path, owner: bytes) -> None:
+    """Remove a dead owner's file, after all it left behind was taken back."""
+    (directory / owner.hex()).unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""Names and pins of prefixes: records in the index of the lowest tier, so that they survive restarts.
+
+A pin keeps a prefix's blocks from eviction in every tier and every process, until it expires or is taken off. Pins
+take at most half a tier.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvstore.errors import BudgetError, NotFoundError, SettingsError
+from kvstore.index import Database, Index, Transaction
+from kvstore.records import NameRecord
+from kvstore.sizes import format_size
+
+EPOCH = b"pin epoch"
+NAME_LIMIT = 500
+PINNED_SHARE = 2
+
+
+class Pins:
+    """The names of a store. ``keys()`` is cheap: it is read again only after a change anywhere."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._epoch = -1
+        self._keys: frozenset[bytes] = frozenset()
+        self._until = 0.0
+
+    def keys(self) -> frozenset[bytes]:
+        """Keys of all pinned blocks whose pin has not expired."""
+        with self._index.read() as txn:
+            epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
+            now = time.time()
+            if epoch != self._epoch or now >= self._until:
+                records = [record for record in _records(txn).values() if record.pinned]
+                live = [record for record in records if not record.expires or record.expires > now]
+                self._keys = frozenset(key for record in live for key in record.keys)
+                self._until = min((record.expires for record in live if record.expires), default=float("inf"))
+                self._epoch = epoch
+        return self._keys
+
+    def listing(self) -> dict[str, NameRecord]:
+        """All names, expired ones included."""
+        with self._index.read() as txn:
+            return _records(txn)
+
+    def get(self, name: str) -> NameRecord:
+        """A name's record. Raises NotFoundError."""
+        with self._index.read() as txn:
+            raw = txn.get(Database.NAMES, _key(name))
+        if raw is None:
+            raise NotFoundError(f"no prefix is named {name!r}", "`kvstore ls --names` lists the names")
+        return NameRecord.unpack(raw)
+
+    def put(self, name: str, record: NameRecord, budget: int) -> None:
+        """Set a name. budget: of the smallest tier, in bytes. Raises BudgetError past half of it."""
+        key = _key(name)
+
+        def work(txn: Transaction) -> None:
+            if record.pinned:
+                others = [other for known, other in _records(txn).items() if known != name and other.pinned]
+                keys = {known: other.slot_bytes for other in others for known in other.keys}
+                keys |= dict.fromkeys(record.keys, record.slot_bytes)
+                wanted = sum(keys.values())
+                if wanted > budget // PINNED_SHARE:
+                    raise BudgetError(
+                        f"pins would hold {format_size(wanted)}, more than half of {format_size(budget)}",
+                        "unpin something first, or raise the budget",
+                    )
+            txn.put(Database.NAMES, key, record.pack())
+            _changed(txn)
+
+        self._index.write(work)
+
+    def drop(self, name: str) -> None:
+        """Forget a name. Raises NotFoundError."""
+        key = _key(name)
+
+        def work(txn: Transaction) -> bool:
+            _changed(txn)
+            return txn.delete(Database.NAMES, key)
+
+        if not self._index.write(work):
+            raise NotFoundError(f"no prefix is named {name!r}", "`kvstore ls --names` lists the names")
+
+
+def _records(txn: Transaction) -> dict[str, NameRecord]:
+    return {key.decode(): NameRecord.unpack(raw) for key, raw in txn.scan(Database.NAMES)}
+
+
+def _changed(txn: Transaction) -> None:
+    epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little") + 1
+    txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
+
+
+def _key(name: str) -> bytes:
+    raw = name.encode()
+    if not raw or len(raw) > NAME_LIMIT:
+        raise SettingsError(f"a name of {len(raw)} bytes", f"use 1 to {NAME_LIMIT} bytes of UTF-8")
+    return raw

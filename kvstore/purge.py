@@ -1,0 +1,73 @@
+"""What was explicitly evicted: tombstones in the index of the lowest tier, numbered by the purge epoch.
+
+LRU eviction leaves no tombstone, since a key is its content. An explicit eviction must hold in every process: each
+load compares the epoch with the one it knows and first drops what newer tombstones name.
+"""
+
+from __future__ import annotations
+
+from kvstore.index import Database, Index, Transaction
+from kvstore.records import Tombstone
+
+EPOCH, FLOOR = b"purge epoch", b"purge floor"
+KEPT = 1024
+"""Tombstones kept; who lags behind further drops everything."""
+KEYS_A_STONE = 4096
+
+
+class PurgeLog:
+    """The purge epoch and its tombstones, shared by every process of the store."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def epoch(self) -> int:
+        """The number of the newest tombstone."""
+        with self._index.read() as txn:
+            return _number(txn, EPOCH)
+
+    def newer(self, epoch: int) -> list[Tombstone]:
+        """Tombstones after ``epoch``; one that names everything where some of them are gone."""
+        with self._index.read() as txn:
+            now = _number(txn, EPOCH)
+            if now <= epoch:
+                return []
+            if epoch < _number(txn, FLOOR):
+                return [Tombstone(now, everything=True)]
+            start = (epoch + 1).to_bytes(8, "big")
+            return [Tombstone.unpack(raw) for _, raw in txn.scan(Database.PURGE, start=start)]
+
+    def add(self, *, everything: bool = False, root: bytes = b"", keys: tuple[bytes, ...] = ()) -> int:
+        """Record an eviction; returns the new epoch. It must be recorded before the blocks are removed."""
+        stones = (
+            [(everything, root, ())]
+            if everything or root
+            else [(False, b"", keys[at : at + KEYS_A_STONE]) for at in range(0, len(keys), KEYS_A_STONE)]
+        )
+
+        def work(txn: Transaction) -> int:
+            epoch = _number(txn, EPOCH)
+            for all_of_it, of_root, named in stones:
+                epoch += 1
+                stone = Tombstone(epoch, all_of_it, of_root, tuple(named))
+                txn.put(Database.PURGE, epoch.to_bytes(8, "big"), stone.pack())
+            txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
+            _trim(txn, epoch)
+            return epoch
+
+        return self._index.write(work)
+
+
+def _trim(txn: Transaction, epoch: int) -> None:
+    floor = epoch - KEPT
+    if floor <= _number(txn, FLOOR):
+        return
+    for key, _ in list(txn.scan(Database.PURGE)):
+        if int.from_bytes(key, "big") > floor:
+            break
+        txn.delete(Database.PURGE, key)
+    txn.put(Database.META, FLOOR, floor.to_bytes(8, "little"))
+
+
+def _number(txn: Transaction, key: bytes) -> int:
+    return int.from_bytes(txn.get(Database.META, key) or b"", "little")

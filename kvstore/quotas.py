@@ -1,0 +1,50 @@
+"""Quotas by salt: how many bytes of slots the namespaces under one salt may hold in a tier.
+
+Kept in the index of the lowest tier; enforced by each tier's `reserve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.index import Database, Index, Transaction
+
+EPOCH = b"quota epoch"
+_PREFIX = b"quota:"
+
+
+class Quotas:
+    """The quotas of a store, by tier and digest of the salt."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._epoch = -1
+        self._limits: dict[tuple[str, bytes], int] = {}
+
+    def reader(self, tier: str) -> Callable[[bytes], int | None]:
+        """A function from a salt's digest to its quota in a tier, None without one."""
+        return lambda salt: self.listing().get((tier, salt))
+
+    def listing(self) -> dict[tuple[str, bytes], int]:
+        """All quotas; read again only after a change anywhere."""
+        with self._index.read() as txn:
+            epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
+            if epoch != self._epoch:
+                found = ((key[len(_PREFIX) :], raw) for key, raw in txn.scan(Database.META, _PREFIX))
+                self._limits = {(key[:-16].decode(), key[-16:]): int.from_bytes(raw, "little") for key, raw in found}
+                self._epoch = epoch
+        return self._limits
+
+    def set(self, tier: str, salt: bytes, limit: int | None) -> None:
+        """Set a quota in bytes, or take it off."""
+
+        def work(txn: Transaction) -> None:
+            key = _PREFIX + tier.encode() + salt
+            if limit is None:
+                txn.delete(Database.META, key)
+            else:
+                txn.put(Database.META, key, limit.to_bytes(8, "little"))
+            epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little") + 1
+            txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
+
+        self._index.write(work)

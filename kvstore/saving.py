@@ -1,0 +1,219 @@
+"""Save: new blocks of a chain, out of a KVBuffer into `ram` slots, and on to the mover.
+
+The source is gathered before the call returns, since the engine may reuse its memory at once. What the store has
+already drops out by its key; what finds no room is counted, never waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvstore.copying import CopyThreads, wait_all
+from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
+from kvstore.events import Events, Fault, Skipped
+from kvstore.events import Saved as SavedEvent
+from kvstore.header import HEADER_BYTES, Header, payload_checksum, slot_bytes
+from kvstore.identity import Chain
+from kvstore.kv import KVBuffer
+from kvstore.layout import Part
+from kvstore.match import Namespace
+from kvstore.mover import Move
+from kvstore.purge import PurgeLog
+from kvstore.records import BlockName, Entry, block_names
+from kvstore.slots import SlotRef, join_runs
+from kvstore.states import State
+from kvstore.tiers.ledger import Placement
+from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.ram import RamTier
+
+BATCH_BLOCKS = 256
+"""Blocks reserved in one transaction."""
+
+_CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What a save did, in blocks (parts of blocks where a layout has several).
+
+    known: the store had them. new: now readable in `ram`. skipped: no room, quota, lock or purge.
+    """
+
+    new_blocks: int
+    known_blocks: int
+    skipped_blocks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """One part of one chain to be saved. epoch: the purge epoch known. now: `boottime_ns` of the request."""
+
+    space: Namespace
+    chain: Chain
+    part: Part
+    buffer: KVBuffer
+    epoch: int
+    now: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots it needs."""
+        return slot_bytes(self.space.layout.payload_bytes(self.part.group))
+
+    def payload(self, tokens: int) -> int:
+        """Bytes of a payload with so many tokens."""
+        return self.space.layout.payload_bytes(self.part.group, tokens)
+
+
+@dataclass(slots=True)
+class _Tally:
+    new: int = 0
+    known: int = 0
+    skipped: int = 0
+    bytes: int = 0
+
+
+class Saver:
+    """Gathers new blocks into `ram`. timeout: seconds that a save waits for the index."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: NvmeTier | None,
+        purge: PurgeLog,
+        threads: CopyThreads,
+        events: Events,
+        submit: Callable[[Sequence[Move]], None],
+        *,
+        timeout: float,
+    ) -> None:
+        self._ram, self._nvme, self._purge = ram, nvme, purge
+        self._threads, self._events, self._submit = threads, events, submit
+        self._timeout = timeout
+
+    def save(self, job: SaveJob) -> Saving:
+        """Save one part of a chain. Raises what the buffer raises; the store's own troubles are counted."""
+        began = time.perf_counter()
+        names = block_names(job.chain, job.part)
+        tally = _Tally()
+        try:
+            self._save(job, names, tally)
+        except _CONTAINED as error:
+            tally.skipped = len(names) - tally.new - tally.known
+            reason = "busy" if isinstance(error, BusyError) else "fault"
+            self._events.emit(Skipped(self._ram.name, reason, tally.skipped))
+            self._events.emit(Fault(self._ram.name, "save", error.problem))
+        seconds = time.perf_counter() - began
+        if tally.new:
+            self._events.emit(SavedEvent(self._ram.name, tally.new, tally.bytes, seconds))
+        return Saving(tally.new, tally.known, tally.skipped, tally.bytes, seconds)
+
+    def _save(self, job: SaveJob, names: Sequence[BlockName], tally: _Tally) -> None:
+        wanted = self._unknown(names, job.now, tally)
+        home = self._ram.space(job.space.record, self._timeout)
+        for first in range(0, len(wanted), BATCH_BLOCKS):
+            batch = wanted[first : first + BATCH_BLOCKS]
+            reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout)
+            tally.known += len(reserved.known)
+            tally.skipped += reserved.writing
+            published = self._publish(self._fill(reserved.placed, job), job)
+            tally.new += len(published)
+            tally.skipped += len(reserved.placed) - len(published)
+            tally.bytes += sum(job.payload(placement.name.tokens) for placement in published)
+            if reserved.left:
+                left = len(reserved.left) + len(wanted) - first - len(batch)
+                tally.skipped += left
+                self._events.emit(Skipped(self._ram.name, "quota" if reserved.over_quota else "full", left))
+                break
+
+    def _unknown(self, names: Sequence[BlockName], now: int, tally: _Tally) -> list[BlockName]:
+        """Blocks that no tier has; those that one has are touched, and counted."""
+        rest = list(names)
+        for tier in (self._ram, self._nvme):
+            if tier is None or not rest:
+                continue
+            found: list[tuple[BlockName, Entry]] = []
+            missing: list[BlockName] = []
+            for name, entry in zip(rest, tier.find(rest), strict=True):
+                if entry is None or (entry.state is State.WRITING and tier is not self._ram):
+                    missing.append(name)
+                elif entry.state is State.READY:
+                    found.append((name, entry))
+                else:
+                    tally.skipped += 1
+            tier.touch([entry.ref for _, entry in found], [name.depth for name, _ in found], now)
+            tally.known += len(found)
+            rest = missing
+        return rest
+
+    def _fill(self, placed: Sequence[Placement], job: SaveJob) -> list[tuple[Placement, bytes]]:
+        """Gather payloads into slots, run by run, each with its header and checksum."""
+        checksums: dict[SlotRef, bytes] = {}
+        futures: list[Future[None]] = []
+        for first, count in _runs(placed, job.chain.block_tokens, self._threads.run_length(len(placed))):
+            members = placed[first : first + count]
+            futures.append(self._threads.copy(partial(self._gather, members, job, checksums)))
+        try:
+            wait_all(futures)
+        except BaseException:
+            self._ram.abandon(placed)
+            raise
+        return [(placement, checksums[placement.ref]) for placement in placed]
+
+    def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
+        """Block by block, so that a payload is still in the cache when its checksum is taken."""
+        for placement in members:
+            tokens = placement.name.tokens
+            size = job.payload(tokens)
+            image = self._ram.slot(placement.ref, job.slot_bytes)
+            run = self._ram.run(placement.ref, 1, job.slot_bytes, tokens)
+            job.buffer.gather(placement.name.depth * job.chain.block_tokens, run)
+            checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
+            header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
+            image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+            checksums[placement.ref] = checksum
+
+    def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob) -> list[Placement]:
+        if not done:
+            return []
+        try:
+            stones = self._purge.newer(job.epoch)
+            published = self._ram.publish(done, stones, self._timeout, now=job.now)
+        except KVStoreError:
+            self._ram.abandon([placement for placement, _ in done])
+            raise
+        checksums = {placement.ref: checksum for placement, checksum in done}
+        moves: list[Move] = []
+        for placement in published:
+            entry = _entry(placement, checksums[placement.ref], job.epoch)
+            size = job.payload(placement.name.tokens)
+            moves.append(Move(placement.name, entry, job.space.record, job.slot_bytes, size, job.now))
+        self._submit(moves)
+        return published
+
+
+def _entry(placement: Placement, checksum: bytes, epoch: int) -> Entry:
+    """The entry of a block just published, as far as the mover needs it."""
+    name = placement.name
+    return Entry(name.key, State.READY, name.tokens, placement.ref, placement.generation, 0, epoch, checksum=checksum)
+
+
+def _runs(placed: Sequence[Placement], block_tokens: int, limit: int) -> list[tuple[int, int]]:
+    """(first, count) of placements in consecutive slots that follow one another in the chain; a partial one alone."""
+    pieces: list[tuple[int, int]] = []
+    for begin, run in join_runs([placement.ref for placement in placed], limit):
+        first = begin
+        for at in range(begin + 1, begin + run.count + 1):
+            whole = at < begin + run.count and placed[at].name.tokens == block_tokens
+            if not whole or placed[at].name.depth != placed[at - 1].name.depth + 1:
+                pieces.append((first, at - first))
+                first = at
+    return pieces

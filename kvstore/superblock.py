@@ -1,0 +1,134 @@
+"""The store's own directory: its superblock, its opening lock, and who may open it.
+
+Must not know tiers or indexes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from kvstore.errors import BusyError, DamagedError, FormatError, OwnershipError, PathError, PidNamespaceError
+from kvstore.host import pid_namespace, refuse_unsafe_filesystem
+from kvstore.owners import survey
+
+SUPERBLOCK = "STORE"
+LOCK = "LOCK"
+OWNERS = "owners"
+MAGIC = b"KVSTORE\n"
+VERSION = 1
+_FIELDS = struct.Struct("<8sI4x16s")
+_DIGEST = struct.Struct("<Q")
+_OURS = frozenset({SUPERBLOCK, f"{SUPERBLOCK}.new", LOCK, OWNERS, "nvme", "kvstore.toml"})
+OPEN_TIMEOUT_S = 30.0
+
+
+def prepare_directory(path: Path) -> None:
+    """Make the store's directory, or check that it is one that can be used.
+
+    Raises PathError, FilesystemError, OwnershipError, FormatError (it holds something else).
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (path / OWNERS).stat() if path.stat().st_uid == os.geteuid() else None
+    except (FileExistsError, NotADirectoryError) as error:
+        raise PathError(f"{path} is not a directory", "name a directory, or one that does not exist yet") from error
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise PathError(f"{path} cannot be made: {error.strerror}", "choose a path you can write") from error
+    refuse_unsafe_filesystem(path)
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        raise OwnershipError(
+            f"{path} belongs to user {owner}, you are {os.geteuid()}",
+            "open it as that user, or choose a path of your own: a store has one user",
+        )
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PathError(f"{path} cannot be written", "make it writable, or choose another path")
+    strange = sorted(entry.name for entry in path.iterdir() if entry.name not in _OURS)
+    if strange and not (path / SUPERBLOCK).exists():
+        raise FormatError(
+            f"{path} is not a store: it holds {', '.join(strange[:3])}",
+            "name an empty directory, or one that does not exist",
+        )
+    try:
+        (path / OWNERS).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise PathError(
+            f"{path} cannot be written: {error.strerror}", "make it writable, or choose another path"
+        ) from error
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Hold the lock under which a store is made, opened and closed. Raises BusyError after half a minute."""
+    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + OPEN_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BusyError(f"{path} is being opened by another process", "try again in a moment") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def store_id(path: Path) -> bytes:
+    """The store's 16 random bytes, made when it is new. Raises DamagedError, FormatError."""
+    file = path / SUPERBLOCK
+    if not file.exists():
+        body = _FIELDS.pack(MAGIC, VERSION, secrets.token_bytes(16))
+        fresh = path / f"{SUPERBLOCK}.new"
+        fresh.touch(mode=0o600)
+        with fresh.open("wb") as out:
+            out.write(body + _DIGEST.pack(xxhash.xxh3_64_intdigest(body)))
+            out.flush()
+            os.fsync(out.fileno())
+        fresh.rename(file)
+    raw = file.read_bytes()
+    if len(raw) != _FIELDS.size + _DIGEST.size or raw[: len(MAGIC)] != MAGIC:
+        raise FormatError(f"{file} is not the superblock of a store", "choose another path")
+    _, version, identity = _FIELDS.unpack_from(raw)
+    if version != VERSION:
+        raise FormatError(
+            f"{path} is a store of format {version}, this kvstore reads {VERSION}",
+            f"use the kvstore that made it, or remove {path}: cached blocks are lost, nothing else",
+        )
+    if _DIGEST.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
+        raise DamagedError(f"{file} is damaged", f"remove {path}: cached blocks are lost, nothing else")
+    return bytes(identity)
+
+
+def ram_name(path: Path, identity: bytes) -> str:
+    """Name of the store's directory on tmpfs; a copy of a store gets another one."""
+    stat = path.stat()
+    place = f"{path.resolve()}\0{stat.st_dev}\0{stat.st_ino}".encode()
+    return f"kvstore-{os.geteuid()}-{hashlib.sha256(identity + place).hexdigest()[:32]}"
+
+
+def refuse_other_namespaces(path: Path, mine: bytes | None) -> bool:
+    """Whether no other process has the store open. Raises PidNamespaceError when one of another namespace has."""
+    living, _ = survey(path / OWNERS, mine)
+    here = pid_namespace()
+    for card in living.values():
+        if card.pid_namespace != here:
+            raise PidNamespaceError(
+                f"{path} is open in a process of another PID namespace (there it has id {card.pid})",
+                "run both in one container or with --pid=host, or give each a store of its own",
+            )
+    return not living

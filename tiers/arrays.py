@@ -1,0 +1,108 @@
+"""What every slot needs that is too hot for the index: its generation and its stamp, in mapped arrays.
+
+One file beside each segment. A *generation* counts the owners a slot has had: a reader that finds another one after
+its copy than it looked up has read a reused slot, and treats it as a miss. A *stamp* says when the slot's block was
+last used, 0 when there is none; stamps, namespaces and flags are hints, checked again before anything is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.kv import Bytes
+from kvstore.slots import MIN_SLOT_BYTES, SlotRef
+from kvstore.tiers.medium import ALIGNMENT, allocate_file, map_file
+
+SLOT_RECORD = 24
+"""Bytes a slot: generation u64, stamp u64, namespace u32, flags u32, each in an array of its own."""
+
+
+def array_slots(segment_bytes: int) -> int:
+    """How many slots a segment can have at most."""
+    return segment_bytes // MIN_SLOT_BYTES
+
+
+def arrays_bytes(segment_bytes: int) -> int:
+    """Size of the arrays' file of a segment."""
+    return -(-array_slots(segment_bytes) * SLOT_RECORD // ALIGNMENT) * ALIGNMENT
+
+
+def arrays_path(directory: Path, segment: int) -> Path:
+    """The arrays' file of a segment."""
+    return directory / f"{segment:08x}.slots"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotArrays:
+    """The mapped arrays of one segment; plain 8-byte loads and stores, which are atomic on the machines we run on."""
+
+    generations: npt.NDArray[np.uint64]
+    stamps: npt.NDArray[np.uint64]
+    namespaces: npt.NDArray[np.uint32]
+    flags: npt.NDArray[np.uint32]
+
+    @classmethod
+    def over(cls, memory: Bytes, slots: int) -> SlotArrays:
+        """The four arrays in a file's memory."""
+        wide, narrow = 8 * slots, 4 * slots
+        return cls(
+            memory[:wide].view(np.uint64),
+            memory[wide : 2 * wide].view(np.uint64),
+            memory[2 * wide : 2 * wide + narrow].view(np.uint32),
+            memory[2 * wide + narrow : 2 * wide + 2 * narrow].view(np.uint32),
+        )
+
+
+class ArrayFiles:
+    """The arrays of all segments of a tier, mapped when first needed. Safe for any thread.
+
+    size_of: bytes of a segment, by its number.
+    """
+
+    def __init__(self, directory: Path, name: str, size_of: Callable[[int], int]) -> None:
+        self.directory = directory
+        self.name = name
+        self._size_of = size_of
+        self._mapped: dict[int, SlotArrays] = {}
+
+    def allocate(self, segment: int, segment_bytes: int) -> None:
+        """Make the file. Raises NoSpaceError."""
+        allocate_file(arrays_path(self.directory, segment), arrays_bytes(segment_bytes), self.name)
+
+    def remove(self, segment: int) -> None:
+        """Delete the file."""
+        self._mapped.pop(segment, None)
+        arrays_path(self.directory, segment).unlink(missing_ok=True)
+
+    def of(self, segment: int) -> SlotArrays:
+        """The arrays of a segment. Raises DamagedError when its file is missing or truncated."""
+        arrays = self._mapped.get(segment)
+        if arrays is None:
+            size = self._size_of(segment)
+            memory = map_file(arrays_path(self.directory, segment), arrays_bytes(size))
+            arrays = SlotArrays.over(memory, array_slots(size))
+            arrays = self._mapped.setdefault(segment, arrays)
+        return arrays
+
+    def generation(self, ref: SlotRef) -> int:
+        """A slot's generation now."""
+        return int(self.of(ref.segment).generations[ref.slot])
+
+    def close(self) -> None:
+        """Forget the mappings."""
+        self._mapped.clear()
+
+
+def by_segment(refs: Sequence[SlotRef]) -> dict[int, tuple[list[int], list[int]]]:
+    """Slots grouped by segment: for each, the slots and their positions in ``refs``."""
+    groups: dict[int, tuple[list[int], list[int]]] = {}
+    for at, ref in enumerate(refs):
+        slots, places = groups.setdefault(ref.segment, ([], []))
+        slots.append(ref.slot)
+        places.append(at)
+    return groups

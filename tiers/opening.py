@@ -1,0 +1,201 @@
+"""Making and opening a tier's directory: its superblock, its index, its budget.
+
+The superblock is written last, so a directory without one was never finished and may be made anew. Only the process
+that holds the store's opening lock comes here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from kvstore.errors import BudgetError, DamagedError, FormatError
+from kvstore.events import Events, Evicted, Notice
+from kvstore.host import free_bytes
+from kvstore.index import Index, Transaction
+from kvstore.sizes import format_size
+from kvstore.tiers import integrity, segments
+from kvstore.tiers.slotted import SlottedTier
+
+SUPERBLOCK = "TIER"
+SUPERBLOCK_BYTES = 4096
+MAGIC = b"KVTIER\r\n"
+VERSION = 1
+_FIELDS = struct.Struct("<8sII16sQQ")
+_DIGEST = struct.Struct("<Q")
+
+INDEX_SHARE = 256
+"""One part in this many of a budget is its index: enough for slots of 0.75 MiB and more."""
+INDEX_MIN, INDEX_MAX = 1 << 20, 8 << 30
+SMALLEST_SEGMENT = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What a tier's directory was made with. Sizes in bytes."""
+
+    store: bytes
+    index_bytes: int
+    segment_bytes: int
+    version: int = VERSION
+
+    def pack(self) -> bytes:
+        """The file's 4096 bytes."""
+        body = _FIELDS.pack(MAGIC, self.version, 0, self.store, self.index_bytes, self.segment_bytes)
+        return (body + _DIGEST.pack(xxhash.xxh3_64_intdigest(body))).ljust(SUPERBLOCK_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, raw: bytes, where: Path) -> Superblock:
+        """From the file. Raises DamagedError, or FormatError for a version this package does not know."""
+        size = _FIELDS.size
+        if len(raw) != SUPERBLOCK_BYTES or _DIGEST.unpack_from(raw, size)[0] != xxhash.xxh3_64_intdigest(raw[:size]):
+            raise DamagedError(
+                f"{where} is damaged", f"remove {where.parent}: its cached blocks are lost, nothing else"
+            )
+        magic, version, _, store, index_bytes, segment_bytes = _FIELDS.unpack_from(raw)
+        if magic != MAGIC:
+            raise FormatError(f"{where} is not a tier of a store", "choose another path")
+        if version > VERSION:
+            raise FormatError(f"{where} has format {version}, this kvstore knows {VERSION}", "upgrade kvstore")
+        return cls(store, index_bytes, segment_bytes, version)
+
+
+def default_index_bytes(budget: int) -> int:
+    """Size of the index of a tier with this budget."""
+    return min(max(budget // INDEX_SHARE, INDEX_MIN), INDEX_MAX) // 4096 * 4096
+
+
+def open_index(
+    name: str,
+    directory: Path,
+    *,
+    store: bytes,
+    budget: int,
+    segment_bytes: int,
+    index_bytes: int | None,
+    durable: bool,
+    alone: bool,
+    events: Events,
+) -> tuple[Index, Superblock]:
+    """The tier's index, its directory made when it is new, its budget in force.
+
+    alone: no other process has the store open; only then may a budget shrink, or a tier be made anew. Raises
+    BudgetError, FormatError, DamagedError, NoSpaceError.
+    """
+    superblock = _existing(directory, store, alone, name, events)
+    if superblock is None:
+        wanted = index_bytes or default_index_bytes(budget)
+        superblock = Superblock(store, wanted, segment_bytes)
+        if budget < wanted + SUPERBLOCK_BYTES + SMALLEST_SEGMENT:
+            need = format_size(wanted + (1 << 20))
+            raise BudgetError(f"the {name} budget of {format_size(budget)} is too small", f"give it at least {need}")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = not (directory / SUPERBLOCK).exists()
+    try:
+        index = Index(directory / "index", superblock.index_bytes, durable=durable, name=name)
+    except BaseException:
+        if fresh:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    try:
+        fixed = index.allocated + SUPERBLOCK_BYTES
+        index.write(lambda txn: _account(txn, fixed, budget, alone, name))
+        if fresh:
+            index.sync()
+            _write_superblock(directory, superblock)
+    except BaseException:
+        index.close()
+        raise
+    return index, superblock
+
+
+def _existing(directory: Path, store: bytes, alone: bool, name: str, events: Events) -> Superblock | None:
+    """The superblock of a finished directory; None after what is left of an unfinished or foreign one is gone."""
+    path = directory / SUPERBLOCK
+    if path.exists():
+        superblock = Superblock.unpack(path.read_bytes(), path)
+        if superblock.version == VERSION and superblock.store == store:
+            return superblock
+        why = "it is of an older format" if superblock.version != VERSION else "it belonged to another store"
+        events.emit(Notice("emptied", f"{directory} is made anew: {why}"))
+    elif not directory.exists() or not any(directory.iterdir()):
+        return None
+    strange = [entry.name for entry in directory.iterdir() if not _ours(entry)]
+    if strange or not alone:
+        raise FormatError(
+            f"{directory} holds files that are not of a {name} tier ({', '.join(sorted(strange)[:3]) or 'in use'})",
+            "choose another path, or move these files away",
+        )
+    shutil.rmtree(directory)
+    return None
+
+
+def _ours(entry: Path) -> bool:
+    return entry.name in ("index", SUPERBLOCK, f"{SUPERBLOCK}.new") or entry.suffix in (".seg", ".slots")
+
+
+def _write_superblock(directory: Path, superblock: Superblock) -> None:
+    fresh = directory / f"{SUPERBLOCK}.new"
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, superblock.pack())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    fresh.rename(directory / SUPERBLOCK)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _account(txn: Transaction, fixed: int, budget: int, alone: bool, name: str) -> None:
+    """Put the budget in force, and count the files that do not belong to a segment."""
+    allocated = segments.get_number(txn, segments.ALLOCATED) - segments.get_number(txn, segments.FIXED) + fixed
+    before = segments.get_number(txn, segments.BUDGET)
+    if before and budget < before and not alone:
+        raise BudgetError(
+            f"the {name} budget cannot shrink from {format_size(before)} to {format_size(budget)} while others use it",
+            f"close the other processes first, or open with {name}={format_size(before)}",
+        )
+    if budget < fixed + SMALLEST_SEGMENT:
+        raise BudgetError(
+            f"the {name} budget of {format_size(budget)} is too small: its index takes {format_size(fixed)}",
+            f"give it at least {format_size(fixed + (1 << 20))}, or remove the tier's directory",
+        )
+    segments.put_number(txn, segments.FIXED, fixed)
+    segments.put_number(txn, segments.ALLOCATED, allocated)
+    segments.put_number(txn, segments.BUDGET, budget)
+
+
+def refuse_larger_than_medium(name: str, budget: int, directory: Path) -> None:
+    """Raises BudgetError when a budget exceeds what the medium has free, what the tier has taken already included."""
+    taken = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) if directory.exists() else 0
+    free = free_bytes(directory if directory.exists() else directory.parent)
+    if budget > free + taken:
+        raise BudgetError(
+            f"the {name} budget of {format_size(budget)} is larger than the {format_size(free + taken)} its medium has",
+            f"free some space, or open with {name}={format_size((free + taken) // 10 * 9)} or less",
+        )
+
+
+def shrink(tier: SlottedTier) -> int:
+    """Give the coldest segments back until the tier fits its budget; returns how many blocks went."""
+    gone = 0
+    while tier.allocated() > tier.budget():
+        known = [segment for segment in tier.segment_list() if not segment.allocating]
+        if not known:
+            break
+        coldest = min(
+            known, key=lambda segment: int(tier.arrays.of(segment.number).stamps[: segment.slots].max(initial=0))
+        )
+        gone += integrity.drop_segments(tier, {coldest.number})
+    if gone:
+        tier.events.emit(Evicted(tier.name, "shrink", gone))
+    return gone

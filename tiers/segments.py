@@ -1,0 +1,158 @@
+"""Growth of a tier: which segment is cut for whom, within the budget.
+
+Plan → execute → commit again: `plan_growth` claims a segment in a transaction (one that is not cut, a new one while the
+budget lasts, or a cold one of another slot size), the tier makes its file ready, `finish_growth` hands its slots out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvstore.index import Database, Transaction
+from kvstore.records import NO_OWNER, Entry, Segment
+from kvstore.slots import FreeMap, SlotRef
+from kvstore.states import Step, after
+from kvstore.tiers.arrays import array_slots, arrays_bytes
+from kvstore.tiers.ledger import Removal, get_segment, put_segment, segments
+from kvstore.tiers.medium import ALIGNMENT
+
+ALLOCATED = b"allocated"
+BUDGET = b"budget"
+FIXED = b"fixed"
+"""Bytes of the tier's other files: index, lock file, superblock."""
+
+INDEX_BYTES_A_SLOT = 3072
+"""Index space set aside for a slot: a block of 256 tokens takes up to 2.2 KB in three databases (see `FORMAT.md`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A claimed segment. new: its files must be made. emptied: how many blocks it lost."""
+
+    segment: Segment
+    new: bool
+    emptied: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """segment_bytes: size of a new segment. slots: how many the index has room for."""
+
+    segment_bytes: int
+    slots: int
+
+
+def get_number(txn: Transaction, key: bytes) -> int:
+    """A counter of the ``meta`` database; 0 when it was never set."""
+    return int.from_bytes(txn.get(Database.META, key) or b"", "little")
+
+
+def put_number(txn: Transaction, key: bytes, value: int) -> None:
+    """Set a counter of the ``meta`` database."""
+    txn.put(Database.META, key, value.to_bytes(8, "little"))
+
+
+def plan_growth(
+    txn: Transaction,
+    owner: bytes,
+    slot_bytes: int,
+    limits: Limits,
+    cold: Sequence[int],
+    spared: Callable[[SlotRef, Entry], bool],
+) -> Growth | None:
+    """Claim a segment for slots of a size, or None when there is none to be had.
+
+    cold: segments of another slot size that may be emptied and recut, the coldest first.
+    """
+    existing = segments(txn)
+    for segment in existing:
+        if not segment.slot_bytes and not segment.allocating and segment.size >= slot_bytes:
+            return Growth(_claim(txn, segment, owner), new=False)
+    room = limits.slots - sum(segment.slots for segment in existing)
+    size = min(new_segment_bytes(txn, limits.segment_bytes), max(room, 0) * slot_bytes) // ALIGNMENT * ALIGNMENT
+    if size >= slot_bytes:
+        number = existing[-1].number + 1 if existing else 0
+        segment = Segment(number, size, 0, 0, owner)
+        put_segment(txn, segment, 0)
+        put_number(txn, ALLOCATED, get_number(txn, ALLOCATED) + size + arrays_bytes(size))
+        return Growth(segment, new=True)
+    for number in cold:
+        segment = get_segment(txn, number)
+        spare_slots = room + segment.slots
+        fits = slot_bytes <= segment.size and segment.size // slot_bytes <= spare_slots
+        if segment.slot_bytes == slot_bytes or segment.allocating or not fits:
+            continue
+        emptied = _empty(txn, segment, spared)
+        if emptied is not None:
+            return Growth(_claim(txn, segment, owner), new=False, emptied=emptied)
+    return None
+
+
+def finish_growth(txn: Transaction, growth: Growth, owner: bytes, slot_bytes: int) -> bool:
+    """Hand out a claimed segment's slots; slot_bytes 0 leaves it uncut. False when the claim was taken back."""
+    segment = get_segment(txn, growth.segment.number)
+    if segment.owner != owner:
+        return False
+    slots = min(segment.size // slot_bytes, array_slots(segment.size)) if slot_bytes else 0
+    free = FreeMap.full(slots)
+    put_segment(txn, Segment(segment.number, segment.size, slot_bytes, slots, NO_OWNER, free.pack()), slots)
+    return True
+
+
+def adopt(txn: Transaction, number: int, dead: bytes, owner: bytes) -> Segment | None:
+    """Take over a segment that a dead owner was allocating; None when somebody else did."""
+    segment = get_segment(txn, number)
+    if segment.owner != dead:
+        return None
+    adopted = replace(segment, owner=owner)
+    put_segment(txn, adopted, 0)
+    return adopted
+
+
+def cancel_growth(txn: Transaction, growth: Growth, owner: bytes) -> None:
+    """Return the budget of a new segment whose file could not be made."""
+    segment = get_segment(txn, growth.segment.number)
+    if segment.owner == owner:
+        drop_segment(txn, segment)
+
+
+def drop_segment(txn: Transaction, segment: Segment) -> None:
+    """Forget an empty segment and return its budget."""
+    txn.delete(Database.SEGMENTS, segment.number.to_bytes(4, "big"))
+    txn.delete(Database.FREE, segment.slot_bytes.to_bytes(4, "big") + segment.number.to_bytes(4, "big"))
+    put_number(txn, ALLOCATED, get_number(txn, ALLOCATED) - segment.size - arrays_bytes(segment.size))
+
+
+def new_segment_bytes(txn: Transaction, wanted: int) -> int:
+    """The largest size up to ``wanted`` whose segment and arrays fit what is left of the budget."""
+    left = get_number(txn, BUDGET) - get_number(txn, ALLOCATED)
+    size = min(wanted, left) // ALIGNMENT * ALIGNMENT
+    while size > 0 and size + arrays_bytes(size) > left:
+        size -= ALIGNMENT
+    return max(size, 0)
+
+
+def _claim(txn: Transaction, segment: Segment, owner: bytes) -> Segment:
+    txn.delete(Database.FREE, segment.slot_bytes.to_bytes(4, "big") + segment.number.to_bytes(4, "big"))
+    claimed = replace(segment, slot_bytes=0, slots=0, owner=owner, bitmap=b"")
+    put_segment(txn, claimed, 0)
+    return claimed
+
+
+def _empty(txn: Transaction, segment: Segment, spared: Callable[[SlotRef, Entry], bool]) -> int | None:
+    """Remove every block of a segment, or none: None when one is being written, leased or pinned."""
+    found: list[tuple[bytes, Entry]] = []
+    for _, index_key in txn.scan(Database.SLOTS, segment.number.to_bytes(4, "big")):
+        raw = txn.get(Database.BLOCKS, index_key)
+        if raw is None:
+            continue
+        entry = Entry.unpack(raw)
+        if after(entry.state, Step.REMOVE) is None or spared(entry.ref, entry):
+            return None
+        found.append((index_key, entry))
+    removal = Removal(txn)
+    for index_key, entry in found:
+        removal.drop(index_key, entry, free=False)
+    removal.flush()
+    return len(found)

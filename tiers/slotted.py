@@ -1,0 +1,428 @@
+"""A tier with slots: an index, a medium, arrays, and the three steps reserve, copy, publish between them.
+
+What `ram` and `nvme` have in common. Copying is the caller's business, between `reserve` and `publish`; readers look
+up, copy, and then ask `unchanged`. It does not know layouts, only names, slot sizes and namespaces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import DamagedError, NoSpaceError, StorageError
+from kvstore.events import Events, Evicted, Fault
+from kvstore.host import boottime_ns
+from kvstore.identity import Chain
+from kvstore.index import Database, Index, Transaction
+from kvstore.layout import Part
+from kvstore.policy import Policy, cold_batch
+from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage
+from kvstore.slots import SlotRef
+from kvstore.tiers import ledger, lookup, namespaces, segments
+from kvstore.tiers.arrays import ArrayFiles, by_segment
+from kvstore.tiers.ledger import Candidate, Placement, Reserved, Terms
+from kvstore.tiers.medium import Medium
+
+STAMP_BASE = b"stamp base"
+FULL_PAUSE_S = 1.0
+"""How long a tier that could not grow goes without trying again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A namespace as one tier knows it: its number there, its root, the digest of its salt."""
+
+    number: int
+    root: bytes
+    salt: bytes
+
+
+class SlottedTier:
+    """Blocks in equal slots of segments, on any medium.
+
+    owner: 16 bytes that name this process in the index. pins: keys that must not be evicted. quota: bytes of slots a
+    salt (by its digest) may hold in this tier, None without. All methods may be called from any thread; those with a
+    ``timeout`` raise BusyError when the index stays locked longer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        index: Index,
+        medium: Medium,
+        *,
+        owner: bytes,
+        segment_bytes: int,
+        policy: Policy,
+        events: Events,
+        pins: Callable[[], frozenset[bytes]] = frozenset,
+        quota: Callable[[bytes], int | None] = lambda salt: None,
+        respects_leases: bool = False,
+    ) -> None:
+        self.name = name
+        self.directory = directory
+        self.index = index
+        self.medium = medium
+        self.events = events
+        self.owner = owner
+        self.pins = pins
+        self.quota = quota
+        self.limits = segments.Limits(segment_bytes, index.size // segments.INDEX_BYTES_A_SLOT)
+        self.arrays = ArrayFiles(directory, name, self.segment_bytes)
+        self._policy = policy
+        self._respects_leases = respects_leases
+        self._sizes: dict[int, int] = {}
+        self._spaces: dict[bytes, Space] = {}
+        self._cold: dict[int, list[Candidate]] = {}
+        self._cold_lock = threading.Lock()
+        self._grow_lock = threading.Lock()
+        self._full_until: dict[int, float] = {}
+        self._stamp_base = 0
+        self.reload()
+
+    # ---------------------------------------------------------------- looking
+
+    def find(self, names: Sequence[BlockName]) -> list[Entry | None]:
+        """Entries of blocks, WRITING ones included, None where there is none."""
+        with self.index.read() as txn:
+            return lookup.find(txn, names)
+
+    def nearest(self, chain: Chain, part: Part, index: int, tokens: int) -> lookup.Nearest | None:
+        """The stored block that shares the longest run of tokens with the chain's block ``index``."""
+        with self.index.read() as txn:
+            return lookup.nearest(txn, chain, part, index, tokens)
+
+    def unchanged(self, entries: Sequence[Entry]) -> list[bool]:
+        """For each entry, whether its slot still has the generation the entry was looked up with.
+
+        To be asked after the copy: True means the bytes copied are the entry's.
+        """
+        answer = [False] * len(entries)
+        for segment, (slots, places) in by_segment([entry.ref for entry in entries]).items():
+            now = self.arrays.of(segment).generations[slots]
+            for place, generation in zip(places, now.tolist(), strict=True):
+                answer[place] = generation == entries[place].generation
+        return answer
+
+    def segment_bytes(self, segment: int) -> int:
+        """Bytes of a segment, which never change. Raises DamagedError for an unknown one."""
+        size = self._sizes.get(segment)
+        if size is None:
+            with self.index.read() as txn:
+                self._sizes.update({known.number: known.size for known in ledger.segments(txn)})
+            if segment not in self._sizes:
+                raise DamagedError(
+                    f"segment {segment} of {self.name} is not in the index", "run `kvstore verify --repair`"
+                )
+            size = self._sizes[segment]
+        return size
+
+    # ---------------------------------------------------------------- recency
+
+    def reload(self) -> None:
+        """Read again what stamps are counted from: nanoseconds since boot, on top of the largest of earlier boots."""
+        with self.index.read() as txn:
+            self._stamp_base = segments.get_number(txn, STAMP_BASE)
+
+    def touch(self, refs: Sequence[SlotRef], depths: Sequence[int], now: int) -> None:
+        """Note that blocks were used. depths: how many blocks come before each; now: `boottime_ns` of the operation.
+
+        Tails get older stamps than heads, so that a prefix outlives its continuations.
+        """
+        for segment, (slots, places) in by_segment(refs).items():
+            used = [self._stamp_base + now - depths[place] for place in places]
+            self.arrays.of(segment).stamps[slots] = used
+
+    def oldest_stamp(self, seconds: float) -> int:
+        """The stamp a block has that was last used ``seconds`` ago."""
+        return max(0, self._stamp_base + boottime_ns() - round(seconds * 1e9))
+
+    def flag(self, refs: Sequence[SlotRef], flags: int) -> None:
+        """Set the flags of slots (`kvstore.policy.CLEAN`)."""
+        for segment, (slots, _) in by_segment(refs).items():
+            self.arrays.of(segment).flags[slots] = flags
+
+    # ---------------------------------------------------------------- writing
+
+    def space(self, record: NamespaceRecord, timeout: float | None = None) -> Space:
+        """The tier's own number for a namespace, registered when it is new."""
+        known = self._spaces.get(record.root)
+        if known is None:
+            number = self.index.write(lambda txn: namespaces.register(txn, record), timeout)
+            known = self._spaces.setdefault(record.root, Space(number, record.root, record.salt))
+        return known
+
+    def reserve(
+        self, names: Sequence[BlockName], space: Space, slot_bytes: int, epoch: int, timeout: float | None = None
+    ) -> Reserved:
+        """Take slots for the blocks that are not there; grows the tier, or evicts, as its budget allows.
+
+        names: from head to tail. slot_bytes: size of the slots. epoch: the purge epoch known to the caller. What is
+        placed must be published or abandoned. Raises BusyError, StorageError, NoSpaceError (the index is full).
+        """
+        total = Reserved(left=list(names))
+        evict = not self._may_grow(slot_bytes)
+        while total.left:
+            wants = total.left
+            candidates = self._candidates(slot_bytes, len(wants), space) if evict else []
+            result = self.index.write(lambda txn: self._plan(txn, wants, space, slot_bytes, epoch, candidates), timeout)  # noqa: B023
+            self._begin(result.placed, space)
+            total.placed += result.placed
+            total.known += result.known
+            total.writing += result.writing
+            total.evicted += result.evicted
+            total.left, total.over_quota = result.left, result.over_quota
+            if evict or not total.left:
+                break
+            evict = len(total.left) == total.over_quota or not self._grow(slot_bytes, timeout)
+        if total.evicted:
+            self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
+        return total
+
+    def publish(
+        self,
+        done: Sequence[tuple[Placement, bytes]],
+        tombstones: Sequence[Tombstone] = (),
+        timeout: float | None = None,
+        *,
+        now: int,
+        flags: int = 0,
+    ) -> list[Placement]:
+        """Make written blocks READY (done: with each payload's checksum); returns those that became readable.
+
+        tombstones: of purges since the blocks were reserved. now: when they were used, as for `touch`.
+        """
+        refs = [placement.ref for placement, _ in done]
+        self.flag(refs, flags)
+        self.touch(refs, [placement.name.depth for placement, _ in done], now)
+        published = self.index.write(lambda txn: ledger.publish(txn, self.owner, done, tombstones), timeout)
+        if len(published) < len(done):
+            kept = {placement.ref for placement in published}
+            self._forget([ref for ref in refs if ref not in kept])
+        return published
+
+    def abandon(self, placements: Sequence[Placement]) -> None:
+        """Give back what was reserved and will not be published. Never waits: the writer does it in its time."""
+        if placements:
+            self.index.submit(lambda txn: ledger.abandon(txn, self.owner, placements))
+
+    # ---------------------------------------------------------------- removing
+
+    def remove(
+        self, victims: Sequence[tuple[bytes, bytes]], reason: str, timeout: float | None = None, *, doom: bool = False
+    ) -> int:
+        """Remove READY blocks, named by (index key, key); returns how many were there.
+
+        doom: blocks that are being written will be dropped when their owner publishes them.
+        """
+        gone: list[SlotRef] = []
+        for start in range(0, len(victims), 1024):
+            batch = victims[start : start + 1024]
+            gone += self.index.write(lambda txn: ledger.remove(txn, batch, doom=doom), timeout)  # noqa: B023
+        self._forget(gone)
+        if gone:
+            self.events.emit(Evicted(self.name, reason, len(gone)))
+            self._full_until.clear()
+        return len(gone)
+
+    def discard(self, name: BlockName, entry: Entry, reason: str) -> None:
+        """Remove one block that turned out bad, if it is still the one that was read. Never waits."""
+
+        def work(txn: Transaction) -> list[SlotRef]:
+            return ledger.remove(txn, [(name.index_key, entry.key)], entry.generation)
+
+        def told(done: Future[list[SlotRef]]) -> None:
+            if not done.cancelled() and done.exception() is None and done.result():
+                self.events.emit(Evicted(self.name, reason, 1))
+
+        self.index.submit(work).add_done_callback(told)
+
+    def take_back(self, owner: bytes) -> int:
+        """Free what a dead owner left behind; returns how many slots. Its half-made segments are finished."""
+        refs, unfinished = self.index.write(lambda txn: ledger.take_back(txn, owner))
+        for segment in unfinished:
+            adopted = self.index.write(lambda txn: segments.adopt(txn, segment.number, owner, self.owner))  # noqa: B023
+            if adopted is not None:
+                self._make(segments.Growth(adopted, new=True), 0, None)
+        if refs:
+            self.events.emit(Evicted(self.name, "dead owner", len(refs)))
+        return len(refs)
+
+    # ---------------------------------------------------------------- numbers
+
+    def usage(self) -> dict[bytes, Usage]:
+        """What each namespace holds, by root."""
+        with self.index.read() as txn:
+            return {
+                record.root: Usage.unpack(txn.get(Database.USAGE, number.to_bytes(4, "big")))
+                for number, record in namespaces.listing(txn)
+            }
+
+    def allocated(self) -> int:
+        """Bytes of the tier's files, as counted against its budget."""
+        with self.index.read() as txn:
+            return segments.get_number(txn, segments.ALLOCATED)
+
+    def budget(self) -> int:
+        """The tier's budget in bytes."""
+        with self.index.read() as txn:
+            return segments.get_number(txn, segments.BUDGET)
+
+    def segment_list(self) -> list[Segment]:
+        """Records of all segments."""
+        with self.index.read() as txn:
+            return ledger.segments(txn)
+
+    def close(self) -> None:
+        """Finish what is queued, and let go of files."""
+        self.index.close()
+        self.arrays.close()
+        self.medium.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _plan(
+        self,
+        txn: Transaction,
+        names: Sequence[BlockName],
+        space: Space,
+        slot_bytes: int,
+        epoch: int,
+        candidates: Sequence[Candidate],
+    ) -> Reserved:
+        quota = self.quota(space.salt) if space.salt else None
+        siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
+        terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)
+        return ledger.reserve(txn, names, terms, candidates, self._spared(txn), self.arrays.generation)
+
+    def _spared(self, txn: Transaction) -> Callable[[Candidate, Entry], bool]:
+        leased = ledger.leased_slots(txn, boottime_ns()) if self._respects_leases else {}
+        pins = self.pins()
+
+        def spared(candidate: Candidate, entry: Entry) -> bool:
+            ref = candidate.ref
+            if entry.key in pins or ref.slot in leased.get(ref.segment, ()):
+                return True
+            return int(self.arrays.of(ref.segment).stamps[ref.slot]) != candidate.stamp
+
+        return spared
+
+    def _begin(self, placed: Sequence[Placement], space: Space) -> None:
+        """After the commit that unmapped the old blocks, before the first new byte: the generations go up."""
+        for segment, (slots, places) in by_segment([placement.ref for placement in placed]).items():
+            arrays = self.arrays.of(segment)
+            arrays.stamps[slots] = 0
+            arrays.namespaces[slots] = space.number
+            arrays.flags[slots] = 0
+            arrays.generations[slots] = [placed[place].generation for place in places]
+
+    def _forget(self, refs: Iterable[SlotRef]) -> None:
+        for segment, (slots, _) in by_segment(list(refs)).items():
+            self.arrays.of(segment).stamps[slots] = 0
+
+    def _candidates(self, slot_bytes: int, needed: int, space: Space) -> list[Candidate]:
+        """The coldest slots of a size; picked in bulk, outside any transaction, and handed out batch by batch."""
+        if space.salt and self.quota(space.salt) is not None:
+            with self.index.read() as txn:
+                own = namespaces.under_salt(txn, space.salt)
+            mine = self._pick(slot_bytes, needed, own)
+            known = set(mine)
+            return mine + [candidate for candidate in self._pick(slot_bytes, needed, None) if candidate not in known]
+        with self._cold_lock:
+            pool = self._cold.get(slot_bytes, [])
+            if len(pool) < 2 * needed:
+                pool = self._pick(slot_bytes, needed, None)
+            self._cold[slot_bytes] = pool[2 * needed :]
+            return pool[: 2 * needed]
+
+    def _pick(self, slot_bytes: int, needed: int, own: Sequence[int] | None) -> list[Candidate]:
+        cut = [segment for segment in self.segment_list() if segment.slot_bytes == slot_bytes]
+        if not cut:
+            return []
+        stamps = np.concatenate([self._stamps(segment, own) for segment in cut])
+        flags = np.concatenate([self.arrays.of(segment.number).flags[: segment.slots] for segment in cut])
+        starts = np.cumsum([0] + [segment.slots for segment in cut])
+        order = self._policy(stamps, flags, cold_batch(int(np.count_nonzero(stamps)), needed))
+        which = np.searchsorted(starts, order, side="right") - 1
+        return [
+            Candidate(SlotRef(cut[at].number, int(position - starts[at])), int(stamps[position]))
+            for at, position in zip(which.tolist(), order.tolist(), strict=True)
+        ]
+
+    def _stamps(self, segment: Segment, own: Sequence[int] | None) -> npt.NDArray[np.uint64]:
+        arrays = self.arrays.of(segment.number)
+        stamps = arrays.stamps[: segment.slots]
+        return stamps if own is None else np.where(np.isin(arrays.namespaces[: segment.slots], own), stamps, 0)
+
+    def _may_grow(self, slot_bytes: int) -> bool:
+        return time.monotonic() >= self._full_until.get(slot_bytes, 0.0)
+
+    def _grow(self, slot_bytes: int, timeout: float | None) -> bool:
+        """One more segment for slots of a size; False when there is none, and none is tried for a while."""
+        with self._grow_lock:
+            cold = self._cold_segments(slot_bytes)
+
+            def plan(txn: Transaction) -> segments.Growth | None:
+                base = self._spared(txn)
+                return segments.plan_growth(
+                    txn,
+                    self.owner,
+                    slot_bytes,
+                    self.limits,
+                    cold,
+                    lambda ref, entry: base(self._as_candidate(ref), entry),
+                )
+
+            growth = self.index.write(plan, timeout)
+            made = growth is not None and self._make(growth, slot_bytes, timeout)
+            if not made:
+                self._full_until[slot_bytes] = time.monotonic() + FULL_PAUSE_S
+            return made
+
+    def _as_candidate(self, ref: SlotRef) -> Candidate:
+        return Candidate(ref, int(self.arrays.of(ref.segment).stamps[ref.slot]))
+
+    def _make(self, growth: segments.Growth, slot_bytes: int, timeout: float | None) -> bool:
+        """Make a claimed segment's files ready and hand out its slots; a failure returns its budget."""
+        number, size = growth.segment.number, growth.segment.size
+        self._sizes[number] = size
+        try:
+            if growth.new:
+                self.arrays.allocate(number, size)
+                self.medium.allocate(number, size)
+                self.medium.prepare(number, size)
+            arrays = self.arrays.of(number)
+            np.add(arrays.generations, np.uint64(1), out=arrays.generations)
+            arrays.stamps[:] = 0
+        except (NoSpaceError, StorageError, DamagedError) as error:
+            self.medium.remove(number)
+            self.arrays.remove(number)
+            self.index.write(lambda txn: segments.cancel_growth(txn, growth, self.owner), timeout)
+            self.events.emit(Fault(self.name, "grow", error.problem))
+            return False
+        if growth.emptied:
+            self.events.emit(Evicted(self.name, "recut", growth.emptied))
+        return self.index.write(lambda txn: segments.finish_growth(txn, growth, self.owner, slot_bytes), timeout)
+
+    def _cold_segments(self, slot_bytes: int) -> list[int]:
+        """Segments of other slot sizes that are colder, as a whole, than the coldest slot of this size."""
+        coldest = None
+        others: list[tuple[int, int]] = []
+        for segment in self.segment_list():
+            if segment.allocating or not segment.slots:
+                continue
+            stamps = self.arrays.of(segment.number).stamps[: segment.slots]
+            if segment.slot_bytes != slot_bytes:
+                others.append((int(stamps.max()), segment.number))
+            elif stamps.any():
+                lowest = int(stamps[stamps > 0].min())
+                coldest = lowest if coldest is None else min(coldest, lowest)
+        return [number for hottest, number in sorted(others) if coldest is None or hottest < coldest]
