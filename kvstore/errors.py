@@ -20,6 +20,10 @@ class KVStoreError(Exception):
         self.problem = problem
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type[KVStoreError], tuple[str, str]]:
+        """Made again from both parts, so that a pool of processes can hand it over."""
+        return type(self), (self.problem, self.remedy)
+
 
 class SettingsError(KVStoreError):
     """A setting has a value that cannot be used, or a name that does not exist."""
