@@ -44,7 +44,10 @@ class PartLoad:
 
 
 class Loader:
-    """Copies matched blocks upward. verify_share: one in this many `ram` blocks is compared with its checksum."""
+    """Copies matched blocks upward, and makes them the most recently used first, so that none is evicted meanwhile.
+
+    verify_share: one in this many `ram` blocks is compared with its checksum.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class Loader:
         disk = [at for at, piece in enumerate(pieces) if piece.tier != self._ram.name]
         memory = [at for at, piece in enumerate(pieces) if piece.tier == self._ram.name]
         began = time.perf_counter()
+        self._ram.touch([pieces[at].entry.ref for at in memory], [pieces[at].name.depth for at in memory], now)
         promotion = _Promotion(self, match, pieces, disk, shape, buffer, outcome) if disk else None
         jobs: list[Future[None]] = []
         try:
@@ -86,7 +90,7 @@ class Loader:
             if promotion is not None:
                 promotion.finish(now)
                 outcome.seconds[promotion.tier.name] = time.perf_counter() - began
-        self._after(pieces, memory, outcome, now)
+        self._discard_damaged(pieces, outcome)
         return outcome
 
     # ---------------------------------------------------------------- ram
@@ -130,10 +134,8 @@ class Loader:
         for at, unchanged in zip(places, same, strict=True):
             outcome.causes[at] = None if unchanged else Cause.CHANGED
 
-    def _after(self, pieces: Sequence[Piece], memory: Sequence[int], outcome: PartLoad, now: int) -> None:
-        """Note what was used, and throw out what is damaged."""
-        good = [at for at in memory if outcome.causes[at] is None]
-        self._ram.touch([pieces[at].entry.ref for at in good], [pieces[at].name.depth for at in good], now)
+    def _discard_damaged(self, pieces: Sequence[Piece], outcome: PartLoad) -> None:
+        """Throw out what is damaged, so that it is not tried again."""
         for piece, cause in zip(pieces, outcome.causes, strict=True):
             if cause in (Cause.HEADER, Cause.CHECKSUM):
                 tier = self._ram if piece.tier == self._ram.name else self._nvme

@@ -7,15 +7,15 @@ already drops out by its key; what finds no room is counted, never waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from kvstore.copying import CopyThreads, wait_all
-from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
+from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError
 from kvstore.events import Events, Fault, Skipped
 from kvstore.events import Saved as SavedEvent
 from kvstore.header import HEADER_BYTES, Header, payload_checksum, slot_bytes
@@ -32,8 +32,8 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 
-BATCH_BLOCKS = 256
-"""Blocks reserved in one transaction."""
+FIRST_BATCH, BATCH = 8, 32
+"""Blocks reserved in one transaction: few at first, so that copying begins at once."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -81,6 +81,15 @@ class _Tally:
     bytes: int = 0
 
 
+@dataclass(slots=True)
+class _Fill:
+    """A batch being copied: its slots, the copies under way, and the checksums that come of them."""
+
+    placed: Sequence[Placement]
+    futures: list[Future[None]] = field(default_factory=list)
+    checksums: dict[SlotRef, bytes] = field(default_factory=dict)
+
+
 class Saver:
     """Gathers new blocks into `ram`. timeout: seconds that a save waits for the index."""
 
@@ -117,22 +126,43 @@ class Saver:
         return Saving(tally.new, tally.known, tally.skipped, tally.bytes, seconds)
 
     def _save(self, job: SaveJob, names: Sequence[BlockName], tally: _Tally) -> None:
+        """Reserve the next batch and publish the last one while this one is copied."""
         wanted = self._unknown(names, job.now, tally)
         home = self._ram.space(job.space.record, self._timeout)
-        for first in range(0, len(wanted), BATCH_BLOCKS):
-            batch = wanted[first : first + BATCH_BLOCKS]
-            reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout)
-            tally.known += len(reserved.known)
-            tally.skipped += reserved.writing
-            published = self._publish(self._fill(reserved.placed, job), job)
-            tally.new += len(published)
-            tally.skipped += len(reserved.placed) - len(published)
-            tally.bytes += sum(job.payload(placement.name.tokens) for placement in published)
-            if reserved.left:
-                left = len(reserved.left) + len(wanted) - first - len(batch)
-                tally.skipped += left
-                self._events.emit(Skipped(self._ram.name, "quota" if reserved.over_quota else "full", left))
-                break
+        under_way: list[_Fill] = []
+        try:
+            for batch in _batches(wanted):
+                reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout)
+                under_way.append(self._fill(reserved.placed, job))
+                tally.known += len(reserved.known)
+                tally.skipped += reserved.writing
+                if len(under_way) > 1:
+                    self._finish(under_way, job, tally)
+                if reserved.left:
+                    left = len(reserved.left) + len(wanted) - wanted.index(batch[-1]) - 1
+                    tally.skipped += left
+                    self._events.emit(Skipped(self._ram.name, "quota" if reserved.over_quota else "full", left))
+                    break
+            while under_way:
+                self._finish(under_way, job, tally)
+        finally:
+            self._give_up(under_way)
+
+    def _finish(self, under_way: list[_Fill], job: SaveJob, tally: _Tally) -> None:
+        """Publish the oldest batch, as soon as it is copied."""
+        fill = under_way[0]
+        wait_all(fill.futures)
+        published = self._publish([(placed, fill.checksums[placed.ref]) for placed in fill.placed], job)
+        del under_way[0]
+        tally.new += len(published)
+        tally.skipped += len(fill.placed) - len(published)
+        tally.bytes += sum(job.payload(placement.name.tokens) for placement in published)
+
+    def _give_up(self, under_way: Sequence[_Fill]) -> None:
+        """After an error: give slots back, when nothing is written to them any more."""
+        for fill in under_way:
+            wait([future for future in fill.futures if not future.cancel()])
+            self._ram.abandon(fill.placed)
 
     def _unknown(self, names: Sequence[BlockName], now: int, tally: _Tally) -> list[BlockName]:
         """Blocks that no tier has; those that one has are touched, and counted."""
@@ -154,19 +184,13 @@ class Saver:
             rest = missing
         return rest
 
-    def _fill(self, placed: Sequence[Placement], job: SaveJob) -> list[tuple[Placement, bytes]]:
-        """Gather payloads into slots, run by run, each with its header and checksum."""
-        checksums: dict[SlotRef, bytes] = {}
-        futures: list[Future[None]] = []
+    def _fill(self, placed: Sequence[Placement], job: SaveJob) -> _Fill:
+        """Begin to gather payloads into slots, run by run, each with its header and checksum."""
+        fill = _Fill(placed)
         for first, count in _runs(placed, job.chain.block_tokens, self._threads.run_length(len(placed))):
             members = placed[first : first + count]
-            futures.append(self._threads.copy(partial(self._gather, members, job, checksums)))
-        try:
-            wait_all(futures)
-        except BaseException:
-            self._ram.abandon(placed)
-            raise
-        return [(placement, checksums[placement.ref]) for placement in placed]
+            fill.futures.append(self._threads.copy(partial(self._gather, members, job, fill.checksums)))
+        return fill
 
     def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
         """Block by block, so that a payload is still in the cache when its checksum is taken."""
@@ -184,12 +208,8 @@ class Saver:
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob) -> list[Placement]:
         if not done:
             return []
-        try:
-            stones = self._purge.newer(job.epoch)
-            published = self._ram.publish(done, stones, self._timeout, now=job.now)
-        except KVStoreError:
-            self._ram.abandon([placement for placement, _ in done])
-            raise
+        stones = self._purge.newer(job.epoch)
+        published = self._ram.publish(done, stones, self._timeout, now=job.now)
         checksums = {placement.ref: checksum for placement, checksum in done}
         moves: list[Move] = []
         for placement in published:
@@ -198,6 +218,14 @@ class Saver:
             moves.append(Move(placement.name, entry, job.space.record, job.slot_bytes, size, job.now))
         self._submit(moves)
         return published
+
+
+def _batches(names: Sequence[BlockName]) -> Iterator[Sequence[BlockName]]:
+    first = 0
+    while first < len(names):
+        count = BATCH if first else FIRST_BATCH
+        yield names[first : first + count]
+        first += count
 
 
 def _entry(placement: Placement, checksum: bytes, epoch: int) -> Entry:

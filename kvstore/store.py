@@ -341,7 +341,8 @@ class Store:
         return loaded, stop, seconds
 
     def _try_lease(self, match: Match) -> Lease | None:
-        if set(match.by_tier) != {self._core.ram.name} and self._core.ram.name not in match.by_tier:
+        """Hold the `ram` blocks while others are read from a disk; a load from memory alone is over too soon to need it."""
+        if len(match.by_tier) < 2:
             return None
         try:
             return self.lease(match)
