@@ -18,7 +18,7 @@ from kvstore.slots import FreeMap, SlotRef
 from kvstore.states import State
 from kvstore.tiers import ledger, namespaces, segments
 from kvstore.tiers.arrays import arrays_bytes, arrays_path
-from kvstore.tiers.medium import segment_path
+from kvstore.tiers.medium import file_length, segment_path
 from kvstore.tiers.slotted import STAMP_BASE, SlottedTier
 
 
@@ -135,12 +135,12 @@ def missing_files(tier: SlottedTier, segment: Segment) -> str | None:
     """What is wrong with a segment's files, None when they are there and long enough."""
     if segment.allocating:
         return None
-    for path, size in (
-        (segment_path(tier.directory, segment.number), segment.size),
-        (arrays_path(tier.directory, segment.number), arrays_bytes(segment.size)),
+    arrays = arrays_path(tier.directory, segment.number)
+    for path, length, size in (
+        (segment_path(tier.directory, segment.number), tier.medium.length(segment.number), segment.size),
+        (arrays, file_length(arrays), arrays_bytes(segment.size)),
     ):
-        length = path.stat().st_size if path.exists() else -1
-        if length < size:
+        if length is not None and length < size:
             return f"{path.name} is missing" if length < 0 else f"{path.name} has {length} bytes instead of {size}"
     return None
 

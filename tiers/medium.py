@@ -40,6 +40,9 @@ class Medium(Protocol):
     def remove(self, segment: int) -> None:
         """Delete a segment's file, if it is there."""
 
+    def length(self, segment: int) -> int | None:
+        """Bytes the segment has now: -1 when it is missing, None where there is no limit."""
+
     def window(self, segment: int, size: int) -> Bytes | None:
         """The segment's memory, where the medium is memory; else None. Raises DamagedError for a short file."""
 
@@ -59,6 +62,14 @@ class Medium(Protocol):
 def segment_path(directory: Path, segment: int) -> Path:
     """The file of a segment."""
     return directory / f"{segment:08x}.seg"
+
+
+def file_length(path: Path) -> int:
+    """Bytes of a file; -1 when it is missing."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def aligned_buffer(size: int) -> Bytes:
@@ -92,6 +103,10 @@ class MappedMedium:
         with self._lock:
             self._windows.pop(segment, None)
         segment_path(self.directory, segment).unlink(missing_ok=True)
+
+    def length(self, segment: int) -> int:
+        """Bytes of the segment's file; -1 when it is missing."""
+        return file_length(segment_path(self.directory, segment))
 
     def window(self, segment: int, size: int) -> Bytes:
         """The segment's memory. Raises DamagedError when the file is missing or shorter than ``size``."""
@@ -162,6 +177,10 @@ class DirectMedium:
             if fd is not None:
                 os.close(fd)
         segment_path(self.directory, segment).unlink(missing_ok=True)
+
+    def length(self, segment: int) -> int:
+        """Bytes of the segment's file; -1 when it is missing."""
+        return file_length(segment_path(self.directory, segment))
 
     def window(self, segment: int, size: int) -> None:
         """A disk has no memory to look into."""
