@@ -66,6 +66,11 @@ class Transaction:
         """Set a key's value."""
         self._txn.put(key, value, db=self._handles[db])
 
+    def put_many(self, db: Database, items: Sequence[tuple[bytes, bytes]]) -> None:
+        """Set many keys, by one call into LMDB."""
+        with self._txn.cursor(self._handles[db]) as cursor:
+            cursor.putmulti(items)
+
     def delete(self, db: Database, key: bytes) -> bool:
         """Delete a key; False when it was not there."""
         return bool(self._txn.delete(key, db=self._handles[db]))

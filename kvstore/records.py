@@ -6,7 +6,7 @@ Everything is parsed with ``struct`` and length-checked. Pure: never opens a fil
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstore.errors import DamagedError
 from kvstore.identity import KEY_BYTES, Chain
@@ -23,6 +23,7 @@ KEY_TOKENS = (KEY_LIMIT - _PREFIX.size - _SHORT) // 4
 """Tokens that fit a block's key; the rest is in its value."""
 
 _BLOCK = struct.Struct("<32sBBHIIIIQQ16s16s")
+_SLOT = struct.Struct(">II")
 _SEGMENT = struct.Struct("<BBHIIQ16s")
 _USAGE = struct.Struct("<QQ")
 _NAMESPACE = struct.Struct("<32s16sQQHI")
@@ -32,6 +33,7 @@ _NAME = struct.Struct("<32siQQIHI")
 _PURGE = struct.Struct("<BQI")
 
 NO_OWNER = bytes(16)
+_STATE_AT, _READY = 32, bytes([State.READY])
 
 
 def damaged(what: str) -> DamagedError:
@@ -130,9 +132,11 @@ class Entry:
         ref = SlotRef(segment, slot)
         return cls(key, State(state), tokens, ref, generation, namespace, epoch, owner, checksum, codec, rest)
 
-    def ready(self, checksum: bytes) -> Entry:
-        """The same block, published."""
-        return replace(self, state=State.READY, owner=NO_OWNER, checksum=checksum)
+
+def ready_record(writing: bytes, checksum: bytes) -> bytes:
+    """The stored value of a block once it is READY, from its value while it was WRITING."""
+    state, owner = _STATE_AT, _BLOCK.size - 32
+    return writing[:state] + _READY + writing[state + 1 : owner] + NO_OWNER + checksum + writing[_BLOCK.size :]
 
 
 def key_tokens(index_key: bytes, entry: Entry) -> bytes:
@@ -153,14 +157,14 @@ def key_depth(index_key: bytes) -> int:
 
 def slot_key(ref: SlotRef) -> bytes:
     """Key of the ``slots`` database: which block is in a slot."""
-    return ref.segment.to_bytes(4, "big") + ref.slot.to_bytes(4, "big")
+    return _SLOT.pack(ref.segment, ref.slot)
 
 
 def parse_slot_key(raw: bytes) -> SlotRef:
     """The slot that a `slot_key` names."""
     if len(raw) != 8:
         raise damaged("a slot's key")
-    return SlotRef(int.from_bytes(raw[:4], "big"), int.from_bytes(raw[4:], "big"))
+    return SlotRef(*_SLOT.unpack(raw))
 
 
 @dataclass(frozen=True, slots=True)

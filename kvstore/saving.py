@@ -34,6 +34,8 @@ from kvstore.tiers.ram import RamTier
 
 FIRST_BATCH, BATCH = 8, 32
 """Blocks reserved in one transaction: few at first, so that copying begins at once."""
+GATHER_BLOCKS = 2
+"""Blocks copied by one call."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -79,6 +81,7 @@ class _Tally:
     known: int = 0
     skipped: int = 0
     bytes: int = 0
+    moves: list[Move] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -120,6 +123,8 @@ class Saver:
             reason = "busy" if isinstance(error, BusyError) else "fault"
             self._events.emit(Skipped(self._ram.name, reason, tally.skipped))
             self._events.emit(Fault(self._ram.name, "save", error.problem))
+        finally:
+            self._submit(tally.moves)
         seconds = time.perf_counter() - began
         if tally.new:
             self._events.emit(SavedEvent(self._ram.name, tally.new, tally.bytes, seconds))
@@ -152,7 +157,7 @@ class Saver:
         """Publish the oldest batch, as soon as it is copied."""
         fill = under_way[0]
         wait_all(fill.futures)
-        published = self._publish([(placed, fill.checksums[placed.ref]) for placed in fill.placed], job)
+        published = self._publish([(placed, fill.checksums[placed.ref]) for placed in fill.placed], job, tally)
         del under_way[0]
         tally.new += len(published)
         tally.skipped += len(fill.placed) - len(published)
@@ -193,30 +198,30 @@ class Saver:
         return fill
 
     def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
-        """Block by block, so that a payload is still in the cache when its checksum is taken."""
-        for placement in members:
-            tokens = placement.name.tokens
-            size = job.payload(tokens)
-            image = self._ram.slot(placement.ref, job.slot_bytes)
-            run = self._ram.run(placement.ref, 1, job.slot_bytes, tokens)
-            job.buffer.gather(placement.name.depth * job.chain.block_tokens, run)
-            checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
-            header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
-            image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
-            checksums[placement.ref] = checksum
+        """A few blocks by one copy, then their checksums, while the payloads are still in the cache."""
+        tokens = members[0].name.tokens
+        size = job.payload(tokens)
+        for first in range(0, len(members), GATHER_BLOCKS):
+            few = members[first : first + GATHER_BLOCKS]
+            run = self._ram.run(few[0].ref, len(few), job.slot_bytes, tokens)
+            job.buffer.gather(few[0].name.depth * job.chain.block_tokens, run)
+            for placement in few:
+                image = self._ram.slot(placement.ref, job.slot_bytes)
+                checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
+                header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
+                image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+                checksums[placement.ref] = checksum
 
-    def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob) -> list[Placement]:
+    def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
         if not done:
             return []
         stones = self._purge.newer(job.epoch)
         published = self._ram.publish(done, stones, self._timeout, now=job.now)
         checksums = {placement.ref: checksum for placement, checksum in done}
-        moves: list[Move] = []
         for placement in published:
             entry = _entry(placement, checksums[placement.ref], job.epoch)
             size = job.payload(placement.name.tokens)
-            moves.append(Move(placement.name, entry, job.space.record, job.slot_bytes, size, job.now))
-        self._submit(moves)
+            tally.moves.append(Move(placement.name, entry, job.space.record, job.slot_bytes, size, job.now))
         return published
 
 

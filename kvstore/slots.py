@@ -6,7 +6,7 @@ Copies of consecutive slots run at memory speed, scattered ones at half of it. P
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,19 @@ MIN_SLOT_BYTES = 8192
 """A header and one page of payload; it bounds how many slots a segment can have."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SlotRef:
+class SlotRef(NamedTuple):
     """One slot of a tier."""
 
     segment: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRun:
+class SlotRun(NamedTuple):
     """``count`` consecutive slots of a segment."""
 
     segment: int
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field of ours, not tuple.count
 
     def refs(self) -> list[SlotRef]:
         """The slots, in order."""

@@ -341,7 +341,7 @@ class Store:
         return loaded, stop, seconds
 
     def _try_lease(self, match: Match) -> Lease | None:
-        """Hold the `ram` blocks while others are read from a disk; a load from memory alone is over too soon to need it."""
+        """Hold the `ram` blocks while others are read from a disk; a load from memory alone does without."""
         if len(match.by_tier) < 2:
             return None
         try:

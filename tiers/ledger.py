@@ -6,35 +6,24 @@ or waits. That is the *plan* and the *commit* of plan → execute → commit; ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from kvstore.index import Database, Transaction
 from kvstore.records import (
     BlockName,
     Entry,
     Segment,
-    Tombstone,
     Usage,
     parse_slot_key,
     slot_key,
     unpack_lease,
 )
-from kvstore.slots import FreeMap, SlotRef, SlotRun, choose_runs
+from kvstore.slots import FreeMap, SlotRef, SlotRun
 from kvstore.states import State, Step, after
-from kvstore.tiers.lookup import find
 
 DOOMED = 2**64 - 1
 """Epoch of a block that was purged while it was being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A slot whose block may be evicted, and the stamp it had when it was picked."""
-
-    ref: SlotRef
-    stamp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +31,7 @@ class Placement:
     """A block that its writer has a slot for: WRITING until it is published or abandoned.
 
     generation: what the slot's must be once the writer has bumped it. epoch: the purge epoch known when it was
-    reserved.
+    reserved. record: its value in the index.
     """
 
     name: BlockName
@@ -50,43 +39,7 @@ class Placement:
     generation: int
     epoch: int
     root: bytes
-
-
-@dataclass(slots=True)
-class Reserved:
-    """What `reserve` did with each wanted block.
-
-    left: blocks there was no slot for, in order; over_quota: how many of them for a quota's sake. writing: blocks that
-    somebody is writing. evicted: slots whose blocks had to go.
-    """
-
-    placed: list[Placement] = field(default_factory=list)
-    known: list[Entry] = field(default_factory=list)
-    left: list[BlockName] = field(default_factory=list)
-    writing: int = 0
-    over_quota: int = 0
-    evicted: list[SlotRef] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Under which terms a writer reserves.
-
-    namespace: the tier's number of it. siblings: numbers of the namespaces under the same salt. quota: bytes of slots
-    they may hold together, None without.
-    """
-
-    owner: bytes
-    namespace: int
-    root: bytes
-    slot_bytes: int
-    epoch: int
-    siblings: tuple[int, ...] = ()
-    quota: int | None = None
-
-
-Spared: TypeAlias = Callable[[Candidate, Entry], bool]
-"""Whether a victim must not be taken: leased, pinned, or used since it was picked."""
+    record: bytes
 
 
 class Bitmaps:
@@ -149,91 +102,13 @@ def segments(txn: Transaction) -> list[Segment]:
     return [Segment.unpack(key, raw) for key, raw in txn.scan(Database.SEGMENTS)]
 
 
-def reserve(
-    txn: Transaction,
-    wants: Sequence[BlockName],
-    terms: Terms,
-    candidates: Sequence[Candidate],
-    spared: Spared,
-    generation: Callable[[SlotRef], int],
-) -> Reserved:
-    """Take a slot for every wanted block that is not there yet: a free one, else a victim's.
-
-    Blocks that find no slot are left; heads come before tails, so what is placed is a prefix. A victim
-    is taken only if it is READY and ``spared`` does not hold for it. generation: a slot's at this moment.
-    """
-    result = Reserved()
-    fresh: list[BlockName] = []
-    seen: set[bytes] = set()
-    for name, entry in zip(wants, find(txn, wants), strict=True):
-        if entry is not None and entry.state is State.READY:
-            result.known.append(entry)
-        elif entry is not None or name.index_key in seen or txn.get(Database.BLOCKS, name.index_key) is not None:
-            result.writing += 1
-        else:
-            fresh.append(name)
-            seen.add(name.index_key)
-    if not fresh:
-        return result
-    usage, bitmaps = _Usages(txn), Bitmaps(txn)
-    room = _quota_room(usage, terms)
-    within = len(fresh) if room is None else min(max(room, 0), len(fresh))
-    refs = [ref for run in choose_runs(bitmaps.runs(terms.slot_bytes), within) for ref in _taken(bitmaps, run)]
-    keep = {entry.ref for entry in result.known}
-    pick = _Pick(txn, usage, terms.slot_bytes, keep, spared)
-    result.evicted = pick(within - len(refs), candidates, None)
-    if within < len(fresh):
-        result.evicted += pick(len(fresh) - within, candidates, set(terms.siblings))
-    refs += sorted(result.evicted)
-    for name, ref in zip(fresh, refs, strict=False):
-        placement = Placement(name, ref, generation(ref) + 1, terms.epoch, terms.root)
-        _mark_writing(txn, placement, terms)
-        result.placed.append(placement)
-    usage.add(terms.namespace, len(result.placed), terms.slot_bytes)
-    usage.flush()
-    bitmaps.flush()
-    result.left = fresh[len(result.placed) :]
-    result.over_quota = min(len(result.left), len(fresh) - within)
-    return result
-
-
-def publish(
-    txn: Transaction, owner: bytes, done: Sequence[tuple[Placement, bytes]], tombstones: Sequence[Tombstone]
-) -> list[Placement]:
-    """Make written blocks READY; done: with the checksum of each payload. Returns those that became readable.
-
-    A block that was purged since it was reserved, or taken back, is dropped instead.
-    """
-    published: list[Placement] = []
-    dropped: list[Placement] = []
-    for placement, checksum in done:
-        entry = _own(txn, owner, placement)
-        if entry is None:
-            continue
-        if entry.epoch == DOOMED or any(
-            stone.epoch > placement.epoch and stone.names(placement.root, placement.name.key) for stone in tombstones
-        ):
-            dropped.append(placement)
-            continue
-        assert after(entry.state, Step.PUBLISH) is State.READY
-        txn.put(Database.BLOCKS, placement.name.index_key, entry.ready(checksum).pack())
-        txn.delete(Database.WRITING, owner + slot_key(placement.ref))
-        published.append(placement)
-    abandon(txn, owner, dropped)
-    return published
-
-
-def abandon(txn: Transaction, owner: bytes, placements: Iterable[Placement]) -> int:
-    """Give slots back that were reserved and not published."""
-    removal = Removal(txn)
-    count = 0
-    for placement in placements:
-        entry = _own(txn, owner, placement)
-        if entry is not None:
-            removal.drop(placement.name.index_key, entry)
-            count += 1
-    removal.flush()
-    return count
+def own(txn: Transaction, owner: bytes, placement: Placement) -> Entry | None:
+    """The placement's entry, if it is still WRITING and the owner's."""
+    raw = txn.get(Database.BLOCKS, placement.name.index_key)
+    entry = Entry.unpack(raw) if raw is not None else None
+    if entry is None or entry.state is not State.WRITING or entry.owner != owner:
+        return None
+    return entry if entry.ref == placement.ref and entry.generation == placement.generation else None
 
 
 def take_back(txn: Transaction, owner: bytes) -> tuple[list[SlotRef], list[Segment]]:
@@ -284,7 +159,7 @@ class Removal:
     def __init__(self, txn: Transaction) -> None:
         self._txn = txn
         self._bitmaps = Bitmaps(txn)
-        self._usage = _Usages(txn)
+        self._usage = Usages(txn)
         self._sizes: dict[int, int] = {}
 
     def drop(self, index_key: bytes, entry: Entry, *, free: bool = True) -> None:
@@ -306,7 +181,7 @@ class Removal:
         self._usage.flush()
 
 
-class _Usages:
+class Usages:
     """Usage records a transaction changes."""
 
     def __init__(self, txn: Transaction) -> None:
@@ -326,91 +201,6 @@ class _Usages:
     def flush(self) -> None:
         for namespace, usage in self._changed.items():
             self._txn.put(Database.USAGE, namespace.to_bytes(4, "big"), usage.pack())
-
-
-def _quota_room(usage: _Usages, terms: Terms) -> int | None:
-    """Slots the salt may still take, None without a quota."""
-    if terms.quota is None:
-        return None
-    held = sum(usage.of(number).size for number in terms.siblings)
-    return (terms.quota - held) // terms.slot_bytes
-
-
-def _taken(bitmaps: Bitmaps, run: SlotRun) -> list[SlotRef]:
-    bitmaps.take(run)
-    return run.refs()
-
-
-class _Pick:
-    """Evicts candidates inside a reservation; their slots stay marked as used, for whoever asked."""
-
-    def __init__(
-        self, txn: Transaction, usage: _Usages, slot_bytes: int, keep: Collection[SlotRef], spared: Spared
-    ) -> None:
-        self._txn, self._usage, self._slot_bytes = txn, usage, slot_bytes
-        self._spared = spared
-        self._done = set(keep)
-        self._sizes: dict[int, int] = {}
-
-    def __call__(
-        self, count: int, candidates: Sequence[Candidate], namespaces: Collection[int] | None
-    ) -> list[SlotRef]:
-        """Up to ``count`` victims, of these namespaces only where any are named."""
-        victims: list[SlotRef] = []
-        for candidate in candidates:
-            if len(victims) >= count:
-                break
-            if candidate.ref not in self._done and self._evict(candidate, namespaces):
-                self._done.add(candidate.ref)
-                victims.append(candidate.ref)
-        return victims
-
-    def _evict(self, candidate: Candidate, namespaces: Collection[int] | None) -> bool:
-        txn, ref = self._txn, candidate.ref
-        index_key = txn.get(Database.SLOTS, slot_key(ref))
-        raw = txn.get(Database.BLOCKS, index_key) if index_key is not None else None
-        if index_key is None or raw is None:
-            return False
-        entry = Entry.unpack(raw)
-        if entry.ref != ref or after(entry.state, Step.REMOVE) is None or self._spared(candidate, entry):
-            return False
-        if namespaces is not None and entry.namespace not in namespaces:
-            return False
-        if ref.segment not in self._sizes:
-            self._sizes[ref.segment] = get_segment(txn, ref.segment).slot_bytes
-        if self._sizes[ref.segment] != self._slot_bytes:
-            return False
-        txn.delete(Database.BLOCKS, index_key)
-        txn.delete(Database.SLOTS, slot_key(ref))
-        self._usage.add(entry.namespace, -1, self._slot_bytes)
-        return True
-
-
-def _mark_writing(txn: Transaction, placement: Placement, terms: Terms) -> None:
-    name = placement.name
-    entry = Entry(
-        key=name.key,
-        state=State.WRITING,
-        tokens=name.tokens,
-        ref=placement.ref,
-        generation=placement.generation,
-        namespace=terms.namespace,
-        epoch=terms.epoch,
-        owner=terms.owner,
-        rest=name.rest,
-    )
-    txn.put(Database.BLOCKS, name.index_key, entry.pack())
-    txn.put(Database.SLOTS, slot_key(placement.ref), name.index_key)
-    txn.put(Database.WRITING, terms.owner + slot_key(placement.ref), name.index_key)
-
-
-def _own(txn: Transaction, owner: bytes, placement: Placement) -> Entry | None:
-    """The placement's entry, if it is still WRITING and the owner's."""
-    raw = txn.get(Database.BLOCKS, placement.name.index_key)
-    entry = Entry.unpack(raw) if raw is not None else None
-    if entry is None or entry.state is not State.WRITING or entry.owner != owner:
-        return None
-    return entry if entry.ref == placement.ref and entry.generation == placement.generation else None
 
 
 def leased_slots(txn: Transaction, now: int) -> Mapping[int, set[int]]:

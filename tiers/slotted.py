@@ -25,10 +25,11 @@ from kvstore.layout import Part
 from kvstore.policy import Policy, cold_batch
 from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage
 from kvstore.slots import SlotRef
-from kvstore.tiers import ledger, lookup, namespaces, segments
+from kvstore.tiers import ledger, lookup, namespaces, reservation, segments
 from kvstore.tiers.arrays import ArrayFiles, by_segment
-from kvstore.tiers.ledger import Candidate, Placement, Reserved, Terms
+from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
+from kvstore.tiers.reservation import Candidate, Reserved, Terms
 
 STAMP_BASE = b"stamp base"
 FULL_PAUSE_S = 1.0
@@ -203,7 +204,7 @@ class SlottedTier:
         refs = [placement.ref for placement, _ in done]
         self.flag(refs, flags)
         self.touch(refs, [placement.name.depth for placement, _ in done], now)
-        published = self.index.write(lambda txn: ledger.publish(txn, self.owner, done, tombstones), timeout)
+        published = self.index.write(lambda txn: reservation.publish(txn, self.owner, done, tombstones), timeout)
         if len(published) < len(done):
             kept = {placement.ref for placement in published}
             self._forget([ref for ref in refs if ref not in kept])
@@ -212,7 +213,7 @@ class SlottedTier:
     def abandon(self, placements: Sequence[Placement]) -> None:
         """Give back what was reserved and will not be published. Never waits: the writer does it in its time."""
         if placements:
-            self.index.submit(lambda txn: ledger.abandon(txn, self.owner, placements))
+            self.index.submit(lambda txn: reservation.abandon(txn, self.owner, placements))
 
     # ---------------------------------------------------------------- removing
 
@@ -301,7 +302,7 @@ class SlottedTier:
         quota = self.quota(space.salt) if space.salt else None
         siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
         terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)
-        return ledger.reserve(txn, names, terms, candidates, self._spared(txn), self.arrays.generation)
+        return reservation.reserve(txn, names, terms, candidates, self._spared(txn), self.arrays.generation)
 
     def _spared(self, txn: Transaction) -> Callable[[Candidate, Entry], bool]:
         leased = ledger.leased_slots(txn, boottime_ns()) if self._respects_leases else {}
