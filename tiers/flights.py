@@ -27,9 +27,9 @@ class Flight:
     """One call's copies.
 
     marks: have passed when all copies are done; until the call has queued them, one that never passes. entries: one use
-    of each is the flight's. promised: one use of each is the handle's, until it says what becomes resident. memory: host
-    memory that is read or written. deferred: host memory still to be filled from the device by whoever waits, since it
-    is not page-locked.
+    of each is the flight's. promised: one use of each is the handle's, until it says what becomes resident. memory:
+    host memory that is read or written. deferred: host memory still to be filled from the device by whoever waits,
+    since it is not page-locked.
     """
 
     marks: list[Mark] = field(default_factory=lambda: [UNSEALED])

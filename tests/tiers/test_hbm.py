@@ -65,7 +65,9 @@ class Bench:
     def run(self, slot: int, tokens: int = BLOCK) -> Run:
         return Run(self.segment, slot * self.stride + 4096, self.stride, 1, tokens, tokens)
 
-    def items(self, numbers: Sequence[int], *, host: bool = True, last: int = BLOCK, root: bytes = ROOT) -> list[DeviceItem]:
+    def items(
+        self, numbers: Sequence[int], *, host: bool = True, last: int = BLOCK, root: bytes = ROOT
+    ) -> list[DeviceItem]:
         """Blocks of one sequence, from token 0 on; the last may be partial. Host slots in order, from 0 on."""
         found = []
         for at, number in enumerate(numbers):
@@ -399,7 +401,12 @@ def test_blocks_are_dropped_by_key_by_root_and_all(bench: Bench) -> None:
 def test_resident_blocks_are_copied_out_for_the_tier_below(bench: Bench) -> None:
     items = bench.items([1, 2, 3], last=2)
     bench.save([replace(item, host=None) for item in items])
-    wanted = [items[2], replace(items[0], key=key_of(55)), items[1], replace(items[0], tokens=1, take=1, host=bench.run(9, 1))]
+    wanted = [
+        items[2],
+        replace(items[0], key=key_of(55)),
+        items[1],
+        replace(items[0], tokens=1, take=1, host=bench.run(9, 1)),
+    ]
     out = bench.tier.copy_out(wanted)
     assert out.taken == (True, False, True, False)
     assert out.wait()

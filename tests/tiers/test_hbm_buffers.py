@@ -16,7 +16,7 @@ from kvstore.layout import DTYPE_BYTES, LayerShape, Layout
 from kvstore.tiers.devicekv import DeviceKV, SlotRows, host_tensor
 from kvstore.tiers.lanes import single_device
 
-CAPACITY = 40
+CAPACITY, STRIDE = 40, 12288
 
 
 def random_bytes(rng: np.random.Generator, *shape: int) -> torch.Tensor:
@@ -75,7 +75,9 @@ def cases(draw: st.DrawFn) -> tuple[Layout, str]:
 
 @settings(max_examples=120, deadline=None)
 @given(cases(), st.integers(0, 3), st.data())
-def test_slots_hold_the_payloads_that_host_buffers_make(case: tuple[Layout, str], spare: int, data: st.DataObject) -> None:
+def test_slots_hold_the_payloads_that_host_buffers_make(
+    case: tuple[Layout, str], spare: int, data: st.DataObject
+) -> None:
     layout, kind = case
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     made = tensors(layout, kind, rng, spare)
@@ -83,34 +85,36 @@ def test_slots_hold_the_payloads_that_host_buffers_make(case: tuple[Layout, str]
     slots = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
     start = data.draw(st.integers(0, CAPACITY - tokens * len(slots)))
     payload = layout.payload_bytes(0, tokens)
-    arena = random_bytes(rng, 6 * 4096)
+    arena = random_bytes(rng, 6 * STRIDE)
     before = arena.clone()
 
-    device_kv(layout, kind, made).gather_rows(start, SlotRows(arena, 4096, slots, tokens, tokens))
+    device_kv(layout, kind, made).gather_rows(start, SlotRows(arena, STRIDE, slots, tokens, tokens))
     expected = np.zeros(len(slots) * payload, np.uint8)
     host_kv(layout, kind, made).gather(start, Run(expected, 0, payload, len(slots), tokens, tokens))
 
     for at, slot in enumerate(slots):
-        before[slot * 4096 : slot * 4096 + payload] = torch.from_numpy(expected[at * payload : (at + 1) * payload])
+        before[slot * STRIDE : slot * STRIDE + payload] = torch.from_numpy(expected[at * payload : (at + 1) * payload])
     assert torch.equal(arena, before), "payloads differ, or bytes around them changed"
 
 
 @settings(max_examples=120, deadline=None)
 @given(cases(), st.integers(0, 3), st.data())
-def test_tokens_come_back_where_host_buffers_put_them(case: tuple[Layout, str], spare: int, data: st.DataObject) -> None:
+def test_tokens_come_back_where_host_buffers_put_them(
+    case: tuple[Layout, str], spare: int, data: st.DataObject
+) -> None:
     layout, kind = case
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     tokens = data.draw(st.integers(1, 8))
     slots = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
     take = tokens if len(slots) > 1 else data.draw(st.integers(1, tokens))
     start = data.draw(st.integers(0, CAPACITY - take * len(slots)))
-    arena = random_bytes(rng, 6 * 4096)
+    arena = random_bytes(rng, 6 * STRIDE)
     made = tensors(layout, kind, rng, spare)
     expected = [tensor.clone() for tensor in made]
 
-    device_kv(layout, kind, made).scatter_rows(start, SlotRows(arena, 4096, slots, tokens, take))
+    device_kv(layout, kind, made).scatter_rows(start, SlotRows(arena, STRIDE, slots, tokens, take))
     for at, slot in enumerate(slots):
-        run = Run(arena.numpy(), slot * 4096, 4096, 1, tokens, take)
+        run = Run(arena.numpy(), slot * STRIDE, STRIDE, 1, tokens, take)
         host_kv(layout, kind, expected).scatter(start + at * take, run)
 
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(made, expected, strict=True))
@@ -125,9 +129,9 @@ def test_host_runs_go_both_ways_as_with_host_buffers(case: tuple[Layout, str], d
     tokens, count = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
     take = tokens if count > 1 else data.draw(st.integers(1, tokens))
     start = data.draw(st.integers(0, CAPACITY - take * count))
-    memory = rng.integers(0, 256, 5 * 4096, np.uint8)
+    memory = rng.integers(0, 256, 5 * STRIDE, np.uint8)
     other = memory.copy()
-    run, same = Run(memory, 64, 4096, count, tokens, take), Run(other, 64, 4096, count, tokens, take)
+    run, same = Run(memory, 64, STRIDE, count, tokens, take), Run(other, 64, STRIDE, count, tokens, take)
 
     device_kv(layout, kind, made).gather(start, run)
     host_kv(layout, kind, made).gather(start, same)
@@ -148,12 +152,12 @@ def test_a_long_run_goes_through_bounded_staging(monkeypatch: pytest.MonkeyPatch
     layout = Layout.uniform(layers=2, heads=1, k_dim=8, block_tokens=8)
     rng = np.random.default_rng(5)
     made = tensors(layout, "stacked", rng, 0)
-    memory, other = np.zeros(5 * 4096, np.uint8), np.zeros(5 * 4096, np.uint8)
-    device_kv(layout, "stacked", made).gather(0, Run(memory, 0, 4096, 5, 8, 8))
-    host_kv(layout, "stacked", made).gather(0, Run(other, 0, 4096, 5, 8, 8))
+    memory, other = np.zeros(5 * STRIDE, np.uint8), np.zeros(5 * STRIDE, np.uint8)
+    device_kv(layout, "stacked", made).gather(0, Run(memory, 0, STRIDE, 5, 8, 8))
+    host_kv(layout, "stacked", made).gather(0, Run(other, 0, STRIDE, 5, 8, 8))
     assert np.array_equal(memory, other)
     back = torch.zeros_like(made[0])
-    DeviceKV.stacked(layout, back).scatter(0, Run(memory, 0, 4096, 5, 8, 8))
+    DeviceKV.stacked(layout, back).scatter(0, Run(memory, 0, STRIDE, 5, 8, 8))
     assert torch.equal(bits(back), bits(made[0]))
 
 
@@ -190,7 +194,10 @@ BAD: list[tuple[str, Callable[[Layout], object]]] = [
     ("wrong rank", lambda layout: DeviceKV.stacked(layout, torch.zeros(2, 2, 1, 9))),
     ("a layer missing", lambda layout: DeviceKV.layered(layout, [(torch.zeros(1, 9, 4), torch.zeros(1, 9, 4))])),
     ("past the end", lambda layout: DeviceKV.stacked(layout, torch.zeros(2, 2, 1, 9, 4)).scatter(8, run_of(layout))),
-    ("before the start", lambda layout: DeviceKV.stacked(layout, torch.zeros(2, 2, 1, 9, 4)).gather(-1, run_of(layout))),
+    (
+        "before the start",
+        lambda layout: DeviceKV.stacked(layout, torch.zeros(2, 2, 1, 9, 4)).gather(-1, run_of(layout)),
+    ),
 ]
 
 

@@ -144,7 +144,10 @@ class Play:
             assert item.host is not None
             item.host.payload(0, PAYLOAD)[:] = CONTENT[int.from_bytes(item.key, "big")]
         there = self.tier.lookup([item.key for item in items])
-        items = [replace(i, host=None) if ok and self.random.random() < 0.5 else i for i, ok in zip(items, there, strict=True)]
+        items = [
+            replace(i, host=None) if ok and self.random.random() < 0.5 else i
+            for i, ok in zip(items, there, strict=True)
+        ]
         earlier = engine.look([], on)
         loaded = self.tier.load(engine.kv, items)
         arrived = [item for item, taken in zip(items, loaded.taken, strict=True) if taken]
@@ -209,14 +212,18 @@ def test_a_load_does_not_wait_for_the_device_and_a_save_neither() -> None:
     engine = Engine(lanes, "engine", "engine")
     memory = np.zeros(8 * STRIDE, np.uint8)
     items = [
-        DeviceItem(n.to_bytes(32, "big"), b"r" * 32, n * BLOCK, BLOCK, BLOCK, Run(memory, n * STRIDE, STRIDE, 1, BLOCK, BLOCK))
+        DeviceItem(
+            n.to_bytes(32, "big"), b"r" * 32, n * BLOCK, BLOCK, BLOCK, Run(memory, n * STRIDE, STRIDE, 1, BLOCK, BLOCK)
+        )
         for n in range(4)
     ]
     saved = tier.save(engine.kv, items)
     loaded = tier.load(engine.kv, [replace(item, host=None) for item in items])
     assert (saved.done(), loaded.done()) == (False, False)
     assert tier.stats().in_use == 4
-    assert tier.save(engine.kv, [replace(item, key=b"n" * 31 + item.key[:1]) for item in items] * 2).taken.count(True) == 4
+    assert (
+        tier.save(engine.kv, [replace(item, key=b"n" * 31 + item.key[:1]) for item in items] * 2).taken.count(True) == 4
+    )
     lanes.settle()
     assert (saved.done(), loaded.done()) == (True, True)
     assert tier.stats().in_use == 0
