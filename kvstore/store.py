@@ -6,17 +6,14 @@ never failed for the store's sake: `load` and `save` report misses and skipped b
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
-from kvstore import superblock
+from kvstore import registry, serving
 from kvstore.core import Core, Wrap
 from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError
-from kvstore.events import Cause, Events, Fault, Hit, Miss, Observer
+from kvstore.events import Cause, Events, Fault, Observer
 from kvstore.eviction import Target
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
@@ -29,42 +26,12 @@ from kvstore.match import match as match_chain
 from kvstore.prefetch import Prefetch
 from kvstore.records import NameRecord, NamespaceRecord
 from kvstore.saving import SaveJob, Saving
+from kvstore.serving import Lease, Loaded
 from kvstore.settings import Settings
 from kvstore.statistics import Stats
 from kvstore.verification import Report, verify
 
 Buffers = KVBuffer | Mapping[Part, KVBuffer]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a load did. tokens: verified tokens now in the buffer, from its start on. seconds: of the whole call."""
-
-    tokens: int
-    by_tier: Mapping[str, int]
-    bytes: int
-    seconds: float
-    stop: Cause
-
-
-class Lease:
-    """Blocks of a match that no process evicts from `ram` until `release`, or until it runs out."""
-
-    def __init__(self, core: Core, key: bytes, tokens: int) -> None:
-        self._core, self._key = core, key
-        self.tokens = tokens
-
-    def release(self) -> None:
-        """Let the blocks go; safe to call twice."""
-        if self._key and not self._core.closed:
-            self._core.ram.release([self._key])
-        self._key = b""
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
 
 class Store:
@@ -119,19 +86,7 @@ class Store:
 
     def lease(self, match: Match, seconds: float | None = None) -> Lease:
         """Keep a match's `ram` blocks from eviction. ``lease.tokens``: how many of its tokens are held in `ram`."""
-        core = self._require()
-        held = match.tokens
-        key = b""
-        for pieces in match.pieces.values():
-            mine = []
-            for piece in pieces:
-                if piece.tier != core.ram.name:
-                    break
-                mine.append(piece)
-            blocks = [(piece.name, piece.entry) for piece in mine]
-            key, count = core.ram.lease(blocks, seconds or core.settings.lease_s, core.settings.lock_timeout_s)
-            held = min(held, sum(piece.take for piece in mine[:count]))
-        return Lease(core, key, held)
+        return serving.lease(self._require(), match, seconds)
 
     # ---------------------------------------------------------------- moving KV
 
@@ -141,8 +96,7 @@ class Store:
         Never raises for a block that cannot be had: the prefix ends there. To be called for an empty match too, so
         that misses are counted. Raises LayoutError when the buffer has no room.
         """
-        self._require()
-        began = time.perf_counter()
+        core = self._require()
         parts = _parts(match.space.layout, buffers)
         for part, buffer in parts.items():
             if buffer.capacity < match.tokens:
@@ -150,11 +104,7 @@ class Store:
                     f"the buffer of {part} has room for {buffer.capacity} tokens, {match.tokens} are stored",
                     "make a larger buffer, or match with a limit",
                 )
-        loaded, stop, seconds = self._load(match, parts)
-        by_tier = _served(match, loaded)
-        self._count(match, by_tier, loaded, stop, seconds)
-        size = sum(match.space.layout.payload_bytes(part.group, loaded) for part in parts)
-        return Loaded(loaded, by_tier, size, time.perf_counter() - began, stop)
+        return serving.serve(core, match, parts)
 
     def save(
         self,
@@ -299,7 +249,7 @@ class Store:
         """Write what waits and let go; the last handle of a process closes the store. Safe to call twice."""
         if self._open:
             self._open = False
-            _release(self._core)
+            registry.release(self._core)
 
     def __enter__(self) -> Store:
         return self
@@ -317,53 +267,6 @@ class Store:
         self._core.require_open()
         return self._core
 
-    def _load(self, match: Match, parts: Mapping[Part, KVBuffer]) -> tuple[int, Cause, dict[str, float]]:
-        core = self._core
-        loaded, stop = match.tokens, match.stop
-        seconds: dict[str, float] = {}
-        if not loaded:
-            return 0, stop, seconds
-        if core.purged(match):
-            return 0, Cause.PURGED, seconds
-        lease = self._try_lease(match)
-        now = boottime_ns()
-        try:
-            for part, buffer in parts.items():
-                outcome = core.loader.load(match, part, buffer, now)
-                for piece, cause in zip(match.pieces[part], outcome.causes, strict=True):
-                    if cause is not None and piece.start < loaded:
-                        loaded, stop = piece.start, cause
-                for tier, spent in outcome.seconds.items():
-                    seconds[tier] = seconds.get(tier, 0.0) + spent
-        finally:
-            if lease is not None:
-                lease.release()
-        return loaded, stop, seconds
-
-    def _try_lease(self, match: Match) -> Lease | None:
-        """Hold the `ram` blocks while others are read from a disk; a load from memory alone does without."""
-        if len(match.by_tier) < 2:
-            return None
-        try:
-            return self.lease(match)
-        except KVStoreError as error:
-            self._core.events.emit(Fault(self._core.ram.name, "lease", error.problem))
-            return None
-
-    def _count(
-        self, match: Match, by_tier: Mapping[str, int], loaded: int, stop: Cause, seconds: Mapping[str, float]
-    ) -> None:
-        """Hits by tier and misses by cause add up to the tokens asked for."""
-        size = match.space.layout
-        for tier, tokens in by_tier.items():
-            stored = sum(size.payload_bytes(part.group, tokens) for part in match.pieces)
-            self._core.events.emit(Hit(tier, tokens, stored, seconds.get(tier, 0.0)))
-        served = min(match.limit, match.asked)
-        if loaded < served:
-            self._core.events.emit(Miss(stop if stop is not Cause.LIMIT else Cause.ABSENT, served - loaded))
-        if served < match.asked:
-            self._core.events.emit(Miss(Cause.LIMIT, match.asked - served))
-
 
 def _parts(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
     wanted = list(layout.parts())
@@ -373,56 +276,9 @@ def _parts(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
     return given
 
 
-def _served(match: Match, loaded: int) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for piece in next(iter(match.pieces.values()), ()):
-        take = min(piece.take, loaded - piece.start)
-        if take > 0:
-            found[piece.tier] = found.get(piece.tier, 0) + take
-    return found
-
-
-_registry: dict[tuple[int, int], Core] = {}
-_registry_lock = threading.Lock()
-
-
 def open_store(settings: Settings, *, wrap: Wrap, observers: Sequence[Observer]) -> Store:
     """A handle on the store of ``settings.path``; handles of one process share one core.
 
     Raises a KVStoreError of its own for each thing that can be wrong with the path, the medium or a budget.
     """
-    with _registry_lock:
-        superblock.prepare_directory(settings.path)
-        stat = settings.path.stat()
-        key = (stat.st_dev, stat.st_ino)
-        core = _registry.get(key)
-        if core is None or core.closed:
-            core = Core(settings, wrap, tuple(observers))
-            _registry[key] = core
-        else:
-            for observer in observers:
-                core.events.subscribe(observer)
-        core.handles += 1
-        return Store(core)
-
-
-def _release(core: Core) -> None:
-    with _registry_lock:
-        core.handles -= 1
-        if core.handles:
-            return
-        for key, known in list(_registry.items()):
-            if known is core:
-                del _registry[key]
-    core.close()
-
-
-def _after_fork() -> None:
-    global _registry_lock
-    _registry_lock = threading.Lock()
-    for core in _registry.values():
-        core.disown()
-    _registry.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    return Store(registry.acquire(settings, wrap, observers))

@@ -1,0 +1,55 @@
+"""Which stores this process has open: one core a directory, however many handles; none after a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from kvstore import superblock
+from kvstore.core import Core, Wrap
+from kvstore.events import Observer
+from kvstore.settings import Settings
+
+_cores: dict[tuple[int, int], Core] = {}
+_lock = threading.Lock()
+
+
+def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> Core:
+    """The core of a directory, opened when no handle in this process has it. Raises what opening raises."""
+    with _lock:
+        superblock.prepare_directory(settings.path)
+        stat = settings.path.stat()
+        key = (stat.st_dev, stat.st_ino)
+        core = _cores.get(key)
+        if core is None or core.closed:
+            core = Core(settings, wrap, tuple(observers))
+            _cores[key] = core
+        else:
+            for observer in observers:
+                core.events.subscribe(observer)
+        core.handles += 1
+        return core
+
+
+def release(core: Core) -> None:
+    """One handle less; the last one closes the core."""
+    with _lock:
+        core.handles -= 1
+        if core.handles:
+            return
+        for key, known in list(_cores.items()):
+            if known is core:
+                del _cores[key]
+        core.close()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for core in _cores.values():
+        core.disown()
+    _cores.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,134 @@
+"""Serve one load: from a match to KV in the engine's buffers, and what is told of it.
+
+Holds what is loaded, stops at the first block that cannot be had, and counts: hits by tier and misses by cause add up
+to the tokens asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.core import Core
+from kvstore.errors import KVStoreError
+from kvstore.events import Cause, Fault, Hit, Miss
+from kvstore.host import boottime_ns
+from kvstore.kv import KVBuffer
+from kvstore.layout import Part
+from kvstore.match import Match
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load did. tokens: verified tokens now in the buffer, from its start on. seconds: of the whole call."""
+
+    tokens: int
+    by_tier: Mapping[str, int]
+    bytes: int
+    seconds: float
+    stop: Cause
+
+
+class Lease:
+    """Blocks of a match that no process evicts from `ram` until `release`, or until it runs out.
+
+    tokens: how many of the match's, from its start on, are held.
+    """
+
+    def __init__(self, core: Core, keys: Sequence[bytes], tokens: int) -> None:
+        self._core, self._keys = core, list(keys)
+        self.tokens = tokens
+
+    def release(self) -> None:
+        """Let the blocks go; safe to call twice."""
+        keys, self._keys = self._keys, []
+        if keys and not self._core.closed:
+            self._core.ram.release(keys)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
+    """Keep the leading `ram` blocks of a match from eviction. Raises BusyError."""
+    held = match.tokens
+    keys: list[bytes] = []
+    for pieces in match.pieces.values():
+        mine = list(itertools.takewhile(lambda piece: piece.tier == core.ram.name, pieces))
+        blocks = [(piece.name, piece.entry) for piece in mine]
+        key, count = core.ram.lease(blocks, seconds or core.settings.lease_s, core.settings.lock_timeout_s)
+        keys.append(key)
+        held = min(held, sum(piece.take for piece in mine[:count]))
+    return Lease(core, keys, held)
+
+
+def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer]) -> Loaded:
+    """Load a match into the buffers of its parts. Raises only what a buffer raises."""
+    began = time.perf_counter()
+    seconds: dict[str, float] = {}
+    loaded, stop = _load(core, match, parts, seconds)
+    by_tier = _served(match, loaded)
+    _count(core, match, by_tier, loaded, stop, seconds)
+    size = sum(match.space.layout.payload_bytes(part.group, loaded) for part in parts)
+    return Loaded(loaded, by_tier, size, time.perf_counter() - began, stop)
+
+
+def _load(core: Core, match: Match, parts: Mapping[Part, KVBuffer], seconds: dict[str, float]) -> tuple[int, Cause]:
+    """Tokens loaded in all parts, and why they end there; adds up seconds by tier."""
+    loaded, stop = match.tokens, match.stop
+    if not loaded:
+        return 0, stop
+    if core.purged(match):
+        return 0, Cause.PURGED
+    held = _try_lease(core, match)
+    now = boottime_ns()
+    try:
+        for part, buffer in parts.items():
+            outcome = core.loader.load(match, part, buffer, now)
+            for piece, cause in zip(match.pieces[part], outcome.causes, strict=True):
+                if cause is not None and piece.start < loaded:
+                    loaded, stop = piece.start, cause
+            for tier, spent in outcome.seconds.items():
+                seconds[tier] = seconds.get(tier, 0.0) + spent
+    finally:
+        if held is not None:
+            held.release()
+    return loaded, stop
+
+
+def _try_lease(core: Core, match: Match) -> Lease | None:
+    """Hold the `ram` blocks while others are read from a disk; a load from memory alone does without."""
+    if len(match.by_tier) < 2:
+        return None
+    try:
+        return lease(core, match)
+    except KVStoreError as error:
+        core.events.emit(Fault(core.ram.name, "lease", error.problem))
+        return None
+
+
+def _count(
+    core: Core, match: Match, by_tier: Mapping[str, int], loaded: int, stop: Cause, seconds: Mapping[str, float]
+) -> None:
+    for tier, tokens in by_tier.items():
+        size = sum(match.space.layout.payload_bytes(part.group, tokens) for part in match.pieces)
+        core.events.emit(Hit(tier, tokens, size, seconds.get(tier, 0.0)))
+    served = min(match.limit, match.asked)
+    if loaded < served:
+        core.events.emit(Miss(stop if stop is not Cause.LIMIT else Cause.ABSENT, served - loaded))
+    if served < match.asked:
+        core.events.emit(Miss(Cause.LIMIT, match.asked - served))
+
+
+def _served(match: Match, loaded: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for piece in next(iter(match.pieces.values()), ()):
+        take = min(piece.take, loaded - piece.start)
+        if take > 0:
+            found[piece.tier] = found.get(piece.tier, 0) + take
+    return found
