@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.errors import DamagedError, NoSpaceError, StorageError
 from kvstore.events import Events, Evicted, Fault
@@ -22,7 +21,7 @@ from kvstore.host import boottime_ns
 from kvstore.identity import Chain
 from kvstore.index import Database, Index, Transaction
 from kvstore.layout import Part
-from kvstore.policy import Policy, cold_batch
+from kvstore.policy import Policy
 from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, lookup, namespaces, reservation, segments
@@ -30,6 +29,7 @@ from kvstore.tiers.arrays import ArrayFiles, by_segment
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
 from kvstore.tiers.reservation import Candidate, Reserved, Terms
+from kvstore.tiers.victims import ColdSlots
 
 STAMP_BASE = b"stamp base"
 FULL_PAUSE_S = 1.0
@@ -78,12 +78,10 @@ class SlottedTier:
         self.quota = quota
         self.limits = segments.Limits(segment_bytes, index.size // segments.INDEX_BYTES_A_SLOT)
         self.arrays = ArrayFiles(directory, name, self.segment_bytes)
-        self._policy = policy
+        self._cold = ColdSlots(index, self.arrays, policy)
         self._respects_leases = respects_leases
         self._sizes: dict[int, int] = {}
         self._spaces: dict[bytes, Space] = {}
-        self._cold: dict[int, list[Candidate]] = {}
-        self._cold_lock = threading.Lock()
         self._grow_lock = threading.Lock()
         self._full_until: dict[int, float] = {}
         self._stamp_base = 0
@@ -330,38 +328,11 @@ class SlottedTier:
             self.arrays.of(segment).stamps[slots] = 0
 
     def _candidates(self, slot_bytes: int, needed: int, space: Space) -> list[Candidate]:
-        """The coldest slots of a size; picked in bulk, outside any transaction, and handed out batch by batch."""
         if space.salt and self.quota(space.salt) is not None:
             with self.index.read() as txn:
                 own = namespaces.under_salt(txn, space.salt)
-            mine = self._pick(slot_bytes, needed, own)
-            known = set(mine)
-            return mine + [candidate for candidate in self._pick(slot_bytes, needed, None) if candidate not in known]
-        with self._cold_lock:
-            pool = self._cold.get(slot_bytes, [])
-            if len(pool) < 2 * needed:
-                pool = self._pick(slot_bytes, needed, None)
-            self._cold[slot_bytes] = pool[2 * needed :]
-            return pool[: 2 * needed]
-
-    def _pick(self, slot_bytes: int, needed: int, own: Sequence[int] | None) -> list[Candidate]:
-        cut = [segment for segment in self.segment_list() if segment.slot_bytes == slot_bytes]
-        if not cut:
-            return []
-        stamps = np.concatenate([self._stamps(segment, own) for segment in cut])
-        flags = np.concatenate([self.arrays.of(segment.number).flags[: segment.slots] for segment in cut])
-        starts = np.cumsum([0] + [segment.slots for segment in cut])
-        order = self._policy(stamps, flags, cold_batch(int(np.count_nonzero(stamps)), needed))
-        which = np.searchsorted(starts, order, side="right") - 1
-        return [
-            Candidate(SlotRef(cut[at].number, int(position - starts[at])), int(stamps[position]))
-            for at, position in zip(which.tolist(), order.tolist(), strict=True)
-        ]
-
-    def _stamps(self, segment: Segment, own: Sequence[int] | None) -> npt.NDArray[np.uint64]:
-        arrays = self.arrays.of(segment.number)
-        stamps = arrays.stamps[: segment.slots]
-        return stamps if own is None else np.where(np.isin(arrays.namespaces[: segment.slots], own), stamps, 0)
+            return self._cold.first_of(slot_bytes, needed, own)
+        return self._cold.take(slot_bytes, needed)
 
     def _may_grow(self, slot_bytes: int) -> bool:
         return time.monotonic() >= self._full_until.get(slot_bytes, 0.0)
@@ -369,7 +340,7 @@ class SlottedTier:
     def _grow(self, slot_bytes: int, timeout: float | None) -> bool:
         """One more segment for slots of a size; False when there is none, and none is tried for a while."""
         with self._grow_lock:
-            cold = self._cold_segments(slot_bytes)
+            cold = self._cold.segments(slot_bytes)
 
             def plan(txn: Transaction) -> segments.Growth | None:
                 base = self._spared(txn)
@@ -412,18 +383,3 @@ class SlottedTier:
         if growth.emptied:
             self.events.emit(Evicted(self.name, "recut", growth.emptied))
         return self.index.write(lambda txn: segments.finish_growth(txn, growth, self.owner, slot_bytes), timeout)
-
-    def _cold_segments(self, slot_bytes: int) -> list[int]:
-        """Segments of other slot sizes that are colder, as a whole, than the coldest slot of this size."""
-        coldest = None
-        others: list[tuple[int, int]] = []
-        for segment in self.segment_list():
-            if segment.allocating or not segment.slots:
-                continue
-            stamps = self.arrays.of(segment.number).stamps[: segment.slots]
-            if segment.slot_bytes != slot_bytes:
-                others.append((int(stamps.max()), segment.number))
-            elif stamps.any():
-                lowest = int(stamps[stamps > 0].min())
-                coldest = lowest if coldest is None else min(coldest, lowest)
-        return [number for hottest, number in sorted(others) if coldest is None or hottest < coldest]
