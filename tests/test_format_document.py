@@ -21,6 +21,7 @@ from kvstore import core, identity, keeper, layout, pins, purge, quotas, records
 from kvstore.header import HEADER_BYTES, MAGIC, VERSION, Header
 from kvstore.index import Database
 from kvstore.kv import HostKV
+from kvstore.states import State
 from kvstore.superblock import ram_name, store_id
 from kvstore.tiers import opening, segments, slotted
 
@@ -239,6 +240,8 @@ def test_every_block_can_be_found_and_checked_by_the_document_alone(full: store.
         places = dict(txn.scan(Database.SLOTS))
     for key, raw in blocks:
         entry, place = block.read(raw), prefix.read(key)
+        if entry["state"] == State.WRITING:  # the mover may still be busy with what was evicted
+            continue
         where = entry["segment"].to_bytes(4, "big") + entry["slot"].to_bytes(4, "big")
         assert places[where] == key
         size = cut[entry["segment"]]["slot_bytes"]
