@@ -11,12 +11,14 @@ from typing import TypeAlias, TypeVar
 
 from kvstore import superblock
 from kvstore.copying import CopyThreads
-from kvstore.errors import ClosedError, SettingsError
+from kvstore.devices import DeviceLoader, DeviceSaver
+from kvstore.errors import ClosedError, SettingsError, UnsupportedError
 from kvstore.events import Counters, Events, Notice, Observer
 from kvstore.eviction import Eviction, Target
 from kvstore.host import boot_id, ram_cap, supports_o_direct
 from kvstore.index import Database, Transaction
 from kvstore.keeper import Keeper, shared_counters
+from kvstore.kv import KVBuffer
 from kvstore.loading import Loader
 from kvstore.match import Match
 from kvstore.mover import Move, Mover
@@ -31,8 +33,10 @@ from kvstore.saving import Saver
 from kvstore.settings import Settings
 from kvstore.statistics import Stats, by_middle, merged, tier_stats
 from kvstore.tiers import integrity, opening
+from kvstore.tiers.device import DeviceTier, open_device_tier
 from kvstore.tiers.medium import DirectMedium, MappedMedium, Medium
 from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.pagelock import PageLock
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.slotted import SlottedTier
 
@@ -97,6 +101,9 @@ class Core:
             self.mover.close(timeout=self.settings.mover_queue_bytes / 100e6 + 10)
         self.keeper.close()
         self.threads.close()
+        if self.hbm is not None:
+            self.hbm.close()
+        self.pagelock.close()
         for tier in self._tiers:
             tier.close()
         self.owner.close()
@@ -107,6 +114,16 @@ class Core:
         self.owner.disown()
 
     # ---------------------------------------------------------------- answers
+
+    def loader_for(self, buffer: KVBuffer) -> Loader | DeviceLoader:
+        """What loads into a buffer. Raises UnsupportedError for a device without `hbm`."""
+        if buffer.device is None:
+            return self.loader
+        if self.device_loader is None:
+            raise UnsupportedError(
+                f"the tensors are on {buffer.device}, and hbm is off", "open the store with hbm=1GiB or more"
+            )
+        return self.device_loader
 
     def living(self) -> set[bytes]:
         """Owners that may be writing: this process and the others that live."""
@@ -120,7 +137,10 @@ class Core:
 
     def evict(self, target: Target, tier: str | None, *, dry_run: bool) -> dict[str, int]:
         """Evict from the tiers with slots, tombstone first."""
-        return Eviction(self.tiers, self.purge).run(target, tier, dry_run=dry_run)
+        gone = Eviction(self.tiers, self.purge).run(target, tier, dry_run=dry_run)
+        if self.device_loader is not None and not dry_run:
+            self.device_loader.forget_purged()
+        return gone
 
     def stats(self) -> Stats:
         """The store at this moment."""
@@ -139,6 +159,7 @@ class Core:
             processes=len(self.living()),
             namespaces=len({root for tier in self.tiers for root in tier.usage()}),
             names=len(self.pins.listing()),
+            hbm=self.hbm.stats().to_dict() if self.hbm is not None else None,
         )
 
     # ---------------------------------------------------------------- opening
@@ -164,7 +185,8 @@ class Core:
             medium = wrap(DirectMedium(directory, direct=direct))
             self.nvme = self._tier(NvmeTier, directory, medium, identity, settings.nvme, alone, durable=True)
         lowest = self.nvme
-        medium = wrap(MappedMedium(ram_directory))
+        self.pagelock = PageLock.for_device(cap.bytes if settings.hbm else 0, settings.device, self.events)
+        medium = wrap(MappedMedium(ram_directory, mapped=lambda window: self.pagelock.add([window])))
         self.ram = self._tier(RamTier, ram_directory, medium, identity, cap.bytes, alone, durable=False)
         self._tiers.reverse()
         log = (lowest or self.ram).index
@@ -256,7 +278,32 @@ class Core:
             verify_share=settings.verify_share,
             timeout=timeout,
         )
-        self.saver = Saver(self.ram, self.nvme, self.purge, self.threads, self.events, self._submit, timeout=timeout)
+        self.hbm: DeviceTier | None = None
+        self.device_loader: DeviceLoader | None = None
+        device_saver: DeviceSaver | None = None
+        if settings.hbm:
+            device = settings.device or "cuda"
+            self.hbm = open_device_tier(settings.hbm, device, events=self.events, pagelock=self.pagelock)
+            device_saver = DeviceSaver(self.hbm, self.ram, self.events)
+            self.device_loader = DeviceLoader(
+                self.hbm,
+                self.ram,
+                self.tiers,
+                self.loader,
+                self.purge,
+                self.events,
+                verify_share=settings.verify_share,
+            )
+        self.saver = Saver(
+            self.ram,
+            self.nvme,
+            self.purge,
+            self.threads,
+            self.events,
+            self._submit,
+            timeout=timeout,
+            device=device_saver,
+        )
         self.prefetches = Prefetches(self.loader, self.events, self.purged, memory_tier=self.ram.name)
         self.keeper = Keeper(
             self.tiers,

@@ -36,11 +36,12 @@ _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
 @dataclass(slots=True)
 class PartLoad:
-    """One part's outcome: for each piece None, or why it failed; seconds spent on each tier's pieces."""
+    """One part's outcome: for each piece None, or why it failed, and the tier that served it; seconds by tier."""
 
     causes: list[Cause | None]
     seconds: dict[str, float] = field(default_factory=dict)
     promoted: int = 0
+    tiers: list[str] = field(default_factory=list)
 
 
 class Loader:
@@ -68,7 +69,7 @@ class Loader:
     def load(self, match: Match, part: Part, buffer: KVBuffer | None, now: int) -> PartLoad:
         """Load one part's pieces; buffer None: only promote them to `ram`. now: `boottime_ns` of the request."""
         pieces = match.pieces[part]
-        outcome = PartLoad([Cause.IO] * len(pieces))
+        outcome = PartLoad([Cause.IO] * len(pieces), tiers=[piece.tier for piece in pieces])
         size = slot_bytes(match.space.layout.payload_bytes(part.group))
         shape = _Shape(match.space.layout, part, size)
         disk = [at for at, piece in enumerate(pieces) if piece.tier != self._ram.name]

@@ -15,7 +15,8 @@ from functools import partial
 import numpy as np
 
 from kvstore.copying import CopyThreads, wait_all
-from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError
+from kvstore.devices import DeviceSaver
+from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError, UnsupportedError
 from kvstore.events import Events, Fault, Skipped
 from kvstore.events import Saved as SavedEvent
 from kvstore.header import HEADER_BYTES, Header, payload_checksum, slot_bytes
@@ -28,6 +29,7 @@ from kvstore.purge import PurgeLog
 from kvstore.records import BlockName, Entry, block_names
 from kvstore.slots import SlotRef, join_runs
 from kvstore.states import State
+from kvstore.tiers.device import Transfer
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
@@ -106,8 +108,9 @@ class Saver:
         submit: Callable[[Sequence[Move]], None],
         *,
         timeout: float,
+        device: DeviceSaver | None = None,
     ) -> None:
-        self._ram, self._nvme, self._purge = ram, nvme, purge
+        self._ram, self._nvme, self._purge, self._device = ram, nvme, purge, device
         self._threads, self._events, self._submit = threads, events, submit
         self._timeout = timeout
 
@@ -192,25 +195,53 @@ class Saver:
     def _fill(self, placed: Sequence[Placement], job: SaveJob) -> _Fill:
         """Begin to gather payloads into slots, run by run, each with its header and checksum."""
         fill = _Fill(placed)
+        if job.buffer.device is not None:
+            return self._fill_from_device(fill, job)
         for first, count in _runs(placed, job.chain.block_tokens, self._threads.run_length(len(placed))):
             members = placed[first : first + count]
             fill.futures.append(self._threads.copy(partial(self._gather, members, job, fill.checksums)))
         return fill
 
+    def _fill_from_device(self, fill: _Fill, job: SaveJob) -> _Fill:
+        """The same by way of `hbm`; blocks that find no staging there are given back at once."""
+        if self._device is None:
+            raise UnsupportedError(
+                f"the tensors are on {job.buffer.device}, and hbm is off", "open the store with hbm=1GiB or more"
+            )
+        size, block_tokens = job.slot_bytes, job.chain.block_tokens
+        transfer, fill.placed, left = self._device.begin(fill.placed, job.buffer, block_tokens, size)
+        self._ram.abandon(left)
+        fill.futures.append(self._threads.copy(partial(self._arrived, transfer, fill, job)))
+        return fill
+
+    def _arrived(self, transfer: Transfer, fill: _Fill, job: SaveJob) -> None:
+        """When a device's copies have landed: headers and checksums."""
+        assert self._device is not None
+        if not transfer.wait():
+            self._device.failed(fill.placed)
+            raise StorageError("the device failed while a save was copied", "see the device's own errors")
+        for placement in fill.placed:
+            self._seal(placement, job, fill.checksums)
+
+    def _seal(self, placement: Placement, job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
+        """Write a slot's header over a payload that is there."""
+        tokens = placement.name.tokens
+        size = job.payload(tokens)
+        image = self._ram.slot(placement.ref, job.slot_bytes)
+        checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
+        header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
+        image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+        checksums[placement.ref] = checksum
+
     def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
         """A few blocks by one copy, then their checksums, while the payloads are still in the cache."""
         tokens = members[0].name.tokens
-        size = job.payload(tokens)
         for first in range(0, len(members), GATHER_BLOCKS):
             few = members[first : first + GATHER_BLOCKS]
             run = self._ram.run(few[0].ref, len(few), job.slot_bytes, tokens)
             job.buffer.gather(few[0].name.depth * job.chain.block_tokens, run)
             for placement in few:
-                image = self._ram.slot(placement.ref, job.slot_bytes)
-                checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
-                header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
-                image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
-                checksums[placement.ref] = checksum
+                self._seal(placement, job, checksums)
 
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
         if not done:

@@ -71,25 +71,30 @@ def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer]) -> Loaded:
     """Load a match into the buffers of its parts. Raises only what a buffer raises."""
     began = time.perf_counter()
     seconds: dict[str, float] = {}
-    loaded, stop = _load(core, match, parts, seconds)
-    by_tier = _served(match, loaded)
+    loaded, stop, tiers = _load(core, match, parts, seconds)
+    by_tier = _served(match, tiers, loaded)
     _count(core, match, by_tier, loaded, stop, seconds)
     size = sum(match.space.layout.payload_bytes(part.group, loaded) for part in parts)
     return Loaded(loaded, by_tier, size, time.perf_counter() - began, stop)
 
 
-def _load(core: Core, match: Match, parts: Mapping[Part, KVBuffer], seconds: dict[str, float]) -> tuple[int, Cause]:
-    """Tokens loaded in all parts, and why they end there; adds up seconds by tier."""
+def _load(
+    core: Core, match: Match, parts: Mapping[Part, KVBuffer], seconds: dict[str, float]
+) -> tuple[int, Cause, list[str]]:
+    """Tokens loaded in all parts, why they end there, and the tier of each piece; adds up seconds by tier."""
     loaded, stop = match.tokens, match.stop
+    tiers: list[str] = []
     if not loaded:
-        return 0, stop
+        return 0, stop, tiers
     if core.purged(match):
-        return 0, Cause.PURGED
-    held = _try_lease(core, match)
+        return 0, Cause.PURGED, tiers
+    device = any(buffer.device is not None for buffer in parts.values())
+    held = _try_lease(core, match) if device or len(match.by_tier) > 1 else None
     now = boottime_ns()
     try:
         for part, buffer in parts.items():
-            outcome = core.loader.load(match, part, buffer, now)
+            outcome = core.loader_for(buffer).load(match, part, buffer, now)
+            tiers = tiers or outcome.tiers
             for piece, cause in zip(match.pieces[part], outcome.causes, strict=True):
                 if cause is not None and piece.start < loaded:
                     loaded, stop = piece.start, cause
@@ -98,13 +103,11 @@ def _load(core: Core, match: Match, parts: Mapping[Part, KVBuffer], seconds: dic
     finally:
         if held is not None:
             held.release()
-    return loaded, stop
+    return loaded, stop, tiers
 
 
 def _try_lease(core: Core, match: Match) -> Lease | None:
-    """Hold the `ram` blocks while others are read from a disk; a load from memory alone does without."""
-    if len(match.by_tier) < 2:
-        return None
+    """Hold the `ram` blocks while others are read from a disk, or a device copies; else the load is over too soon."""
     try:
         return lease(core, match)
     except KVStoreError as error:
@@ -125,10 +128,10 @@ def _count(
         core.events.emit(Miss(Cause.LIMIT, match.asked - served))
 
 
-def _served(match: Match, loaded: int) -> dict[str, int]:
+def _served(match: Match, tiers: Sequence[str], loaded: int) -> dict[str, int]:
     found: dict[str, int] = {}
-    for piece in next(iter(match.pieces.values()), ()):
+    for piece, tier in zip(next(iter(match.pieces.values()), ()), tiers, strict=False):
         take = min(piece.take, loaded - piece.start)
         if take > 0:
-            found[piece.tier] = found.get(piece.tier, 0) + take
+            found[tier] = found.get(tier, 0) + take
     return found

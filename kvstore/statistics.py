@@ -31,7 +31,7 @@ class TierStats:
 class Stats:
     """A store at a moment. counters: as `kvstore.events.Counters` names them, over all processes.
 
-    asked_tokens = sum of hit_tokens + sum of miss_tokens.
+    asked_tokens = sum of hit_tokens + sum of miss_tokens. hbm: this process's own, None without one.
     """
 
     path: str
@@ -46,6 +46,7 @@ class Stats:
     processes: int
     namespaces: int
     names: int
+    hbm: Mapping[str, int | str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""

@@ -57,6 +57,8 @@ class Store:
                     f"a block of this layout takes {size} bytes, too large for a ram budget of {core.ram.budget()}",
                     "raise the ram budget, or choose fewer tokens a block",
                 )
+        for tier in core.tiers:
+            tier.grow_ahead(slot_bytes(layout.payload_bytes(0)))
         record = NamespaceRecord(layout.root(salt), salt_digest(salt), int(time.time()), ttl, label, layout.to_json())
         return Namespace(layout, record.root, record)
 

@@ -102,6 +102,11 @@ def segments(txn: Transaction) -> list[Segment]:
     return [Segment.unpack(key, raw) for key, raw in txn.scan(Database.SEGMENTS)]
 
 
+def free_slots(txn: Transaction, slot_bytes: int) -> int:
+    """Free slots of a size."""
+    return sum(int.from_bytes(raw, "big") for _, raw in txn.scan(Database.FREE, slot_bytes.to_bytes(4, "big")))
+
+
 def own(txn: Transaction, owner: bytes, placement: Placement) -> Entry | None:
     """The placement's entry, if it is still WRITING and the owner's."""
     raw = txn.get(Database.BLOCKS, placement.name.index_key)

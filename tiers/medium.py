@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -80,11 +80,14 @@ def aligned_buffer(size: int) -> Bytes:
 
 
 class MappedMedium:
-    """Segments on tmpfs, mapped into the process and shared with every other."""
+    """Segments on tmpfs, mapped into the process and shared with every other. mapped: told of each new mapping."""
 
-    def __init__(self, directory: Path, name: str = "ram") -> None:
+    def __init__(
+        self, directory: Path, name: str = "ram", *, mapped: Callable[[Bytes], None] = lambda window: None
+    ) -> None:
         self.directory = directory
         self.name = name
+        self._mapped = mapped
         self._lock = threading.Lock()
         self._windows: dict[int, Bytes] = {}
 
@@ -118,6 +121,7 @@ class MappedMedium:
             if window is None:
                 window = map_file(segment_path(self.directory, segment), size)
                 self._windows[segment] = window
+                self._mapped(window)
             return window
 
     def read(self, segment: int, offset: int, into: Sequence[Bytes]) -> None:

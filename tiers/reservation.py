@@ -30,7 +30,7 @@ class Reserved:
     """What `reserve` did with each wanted block.
 
     left: blocks there was no slot for, in order; over_quota: how many of them for a quota's sake. writing: blocks that
-    somebody is writing. evicted: slots whose blocks had to go.
+    somebody is writing. evicted: slots whose blocks had to go. free: slots of the size that stay free.
     """
 
     placed: list[Placement] = field(default_factory=list)
@@ -38,6 +38,7 @@ class Reserved:
     left: list[BlockName] = field(default_factory=list)
     writing: int = 0
     over_quota: int = 0
+    free: int = 0
     evicted: list[SlotRef] = field(default_factory=list)
 
 
@@ -82,7 +83,9 @@ def reserve(
     usage, bitmaps = Usages(txn), Bitmaps(txn)
     room = _quota_room(usage, terms)
     within = len(fresh) if room is None else min(max(room, 0), len(fresh))
-    refs = [ref for run in choose_runs(bitmaps.runs(terms.slot_bytes), within) for ref in _taken(bitmaps, run)]
+    runs = bitmaps.runs(terms.slot_bytes)
+    refs = [ref for run in choose_runs(runs, within) for ref in _taken(bitmaps, run)]
+    result.free = sum(run.count for run in runs) - len(refs)
     keep = {entry.ref for entry in result.known}
     pick = _Pick(txn, usage, terms.slot_bytes, keep, spared)
     result.evicted = pick(within - len(refs), candidates, None)

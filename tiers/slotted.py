@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.errors import DamagedError, NoSpaceError, StorageError
+from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Events, Evicted, Fault
 from kvstore.host import boottime_ns
 from kvstore.identity import Chain
@@ -83,6 +83,7 @@ class SlottedTier:
         self._sizes: dict[int, int] = {}
         self._spaces: dict[bytes, Space] = {}
         self._grow_lock = threading.Lock()
+        self._growing = threading.Lock()
         self._full_until: dict[int, float] = {}
         self._stamp_base = 0
         self.reload()
@@ -178,13 +179,20 @@ class SlottedTier:
             total.known += result.known
             total.writing += result.writing
             total.evicted += result.evicted
-            total.left, total.over_quota = result.left, result.over_quota
+            total.left, total.over_quota, total.free = result.left, result.over_quota, result.free
             if evict or not total.left:
                 break
             evict = len(total.left) == total.over_quota or not self._grow(slot_bytes, timeout)
         if total.evicted:
             self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
+        if not evict and total.free * slot_bytes < self.limits.segment_bytes // 2:
+            self.grow_ahead(slot_bytes)
         return total
+
+    def grow_ahead(self, slot_bytes: int) -> None:
+        """Make room for slots of a size in the background, where the budget allows and none is being made."""
+        if self._may_grow(slot_bytes) and self._growing.acquire(blocking=False):
+            threading.Thread(target=self._grow_quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
 
     def publish(
         self,
@@ -282,6 +290,8 @@ class SlottedTier:
 
     def close(self) -> None:
         """Finish what is queued, and let go of files."""
+        with self._growing:
+            pass
         self.index.close()
         self.arrays.close()
         self.medium.close()
@@ -337,10 +347,10 @@ class SlottedTier:
     def _may_grow(self, slot_bytes: int) -> bool:
         return time.monotonic() >= self._full_until.get(slot_bytes, 0.0)
 
-    def _grow(self, slot_bytes: int, timeout: float | None) -> bool:
+    def _grow(self, slot_bytes: int, timeout: float | None, *, recut: bool = True) -> bool:
         """One more segment for slots of a size; False when there is none, and none is tried for a while."""
         with self._grow_lock:
-            cold = self._cold.segments(slot_bytes)
+            cold = self._cold.segments(slot_bytes) if recut else []
 
             def plan(txn: Transaction) -> segments.Growth | None:
                 base = self._spared(txn)
@@ -358,6 +368,17 @@ class SlottedTier:
             if not made:
                 self._full_until[slot_bytes] = time.monotonic() + FULL_PAUSE_S
             return made
+
+    def _grow_quietly(self, slot_bytes: int) -> None:
+        try:
+            with self.index.read() as txn:
+                spare = ledger.free_slots(txn, slot_bytes)
+            if spare * slot_bytes < self.limits.segment_bytes // 2:
+                self._grow(slot_bytes, None, recut=False)
+        except KVStoreError as error:
+            self.events.emit(Fault(self.name, "grow", error.problem))
+        finally:
+            self._growing.release()
 
     def _as_candidate(self, ref: SlotRef) -> Candidate:
         return Candidate(ref, int(self.arrays.of(ref.segment).stamps[ref.slot]))
