@@ -6,17 +6,13 @@ up, copy, and then ask `unchanged`. It does not know layouts, only names, slot s
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
-from kvstore.events import Events, Evicted, Fault
+from kvstore.errors import DamagedError
+from kvstore.events import Events, Evicted
 from kvstore.host import boottime_ns
 from kvstore.identity import Chain
 from kvstore.index import Database, Index, Transaction
@@ -26,14 +22,13 @@ from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombston
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, lookup, namespaces, reservation, segments
 from kvstore.tiers.arrays import ArrayFiles, by_segment
+from kvstore.tiers.growth import AHEAD_SHARE, Grower
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
 from kvstore.tiers.reservation import Candidate, Reserved, Terms
 from kvstore.tiers.victims import ColdSlots
 
 STAMP_BASE = b"stamp base"
-FULL_PAUSE_S = 1.0
-"""How long a tier that could not grow goes without trying again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +75,9 @@ class SlottedTier:
         self.arrays = ArrayFiles(directory, name, self.segment_bytes)
         self._cold = ColdSlots(index, self.arrays, policy)
         self._respects_leases = respects_leases
+        self._grower = Grower(self, self._cold)
         self._sizes: dict[int, int] = {}
         self._spaces: dict[bytes, Space] = {}
-        self._grow_lock = threading.Lock()
-        self._growing = threading.Lock()
-        self._full_until: dict[int, float] = {}
         self._stamp_base = 0
         self.reload()
 
@@ -124,6 +117,10 @@ class SlottedTier:
                 )
             size = self._sizes[segment]
         return size
+
+    def know_segment(self, segment: int, size: int) -> None:
+        """Note the size of a segment that was just made."""
+        self._sizes[segment] = size
 
     # ---------------------------------------------------------------- recency
 
@@ -169,7 +166,7 @@ class SlottedTier:
         placed must be published or abandoned. Raises BusyError, StorageError, NoSpaceError (the index is full).
         """
         total = Reserved(left=list(names))
-        evict = not self._may_grow(slot_bytes)
+        evict = not self._grower.may_grow(slot_bytes)
         while total.left:
             wants = total.left
             candidates = self._candidates(slot_bytes, len(wants), space) if evict else []
@@ -182,17 +179,16 @@ class SlottedTier:
             total.left, total.over_quota, total.free = result.left, result.over_quota, result.free
             if evict or not total.left:
                 break
-            evict = len(total.left) == total.over_quota or not self._grow(slot_bytes, timeout)
+            evict = len(total.left) == total.over_quota or not self._grower.grow(slot_bytes, timeout)
         if total.evicted:
             self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
-        if not evict and total.free * slot_bytes < self.limits.segment_bytes // 2:
+        if not evict and total.free * slot_bytes < self.limits.segment_bytes // AHEAD_SHARE:
             self.grow_ahead(slot_bytes)
         return total
 
     def grow_ahead(self, slot_bytes: int) -> None:
         """Make room for slots of a size in the background, where the budget allows and none is being made."""
-        if self._may_grow(slot_bytes) and self._growing.acquire(blocking=False):
-            threading.Thread(target=self._grow_quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
+        self._grower.ahead(slot_bytes)
 
     def publish(
         self,
@@ -237,7 +233,7 @@ class SlottedTier:
         self._forget(gone)
         if gone:
             self.events.emit(Evicted(self.name, reason, len(gone)))
-            self._full_until.clear()
+            self._grower.room_was_made()
         return len(gone)
 
     def discard(self, name: BlockName, entry: Entry, reason: str) -> None:
@@ -258,7 +254,7 @@ class SlottedTier:
         for segment in unfinished:
             adopted = self.index.write(lambda txn: segments.adopt(txn, segment.number, owner, self.owner))  # noqa: B023
             if adopted is not None:
-                self._make(segments.Growth(adopted, new=True), 0, None)
+                self._grower.make(segments.Growth(adopted, new=True), 0, None)
         if refs:
             self.events.emit(Evicted(self.name, "dead owner", len(refs)))
         return len(refs)
@@ -290,8 +286,7 @@ class SlottedTier:
 
     def close(self) -> None:
         """Finish what is queued, and let go of files."""
-        with self._growing:
-            pass
+        self._grower.close()
         self.index.close()
         self.arrays.close()
         self.medium.close()
@@ -310,9 +305,10 @@ class SlottedTier:
         quota = self.quota(space.salt) if space.salt else None
         siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
         terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)
-        return reservation.reserve(txn, names, terms, candidates, self._spared(txn), self.arrays.generation)
+        return reservation.reserve(txn, names, terms, candidates, self.spared_in(txn), self.arrays.generation)
 
-    def _spared(self, txn: Transaction) -> Callable[[Candidate, Entry], bool]:
+    def spared_in(self, txn: Transaction) -> Callable[[Candidate, Entry], bool]:
+        """Which victims must not be taken, as a transaction sees it: leased, pinned, or used since picked."""
         leased = ledger.leased_slots(txn, boottime_ns()) if self._respects_leases else {}
         pins = self.pins()
 
@@ -343,64 +339,3 @@ class SlottedTier:
                 own = namespaces.under_salt(txn, space.salt)
             return self._cold.first_of(slot_bytes, needed, own)
         return self._cold.take(slot_bytes, needed)
-
-    def _may_grow(self, slot_bytes: int) -> bool:
-        return time.monotonic() >= self._full_until.get(slot_bytes, 0.0)
-
-    def _grow(self, slot_bytes: int, timeout: float | None, *, recut: bool = True) -> bool:
-        """One more segment for slots of a size; False when there is none, and none is tried for a while."""
-        with self._grow_lock:
-            cold = self._cold.segments(slot_bytes) if recut else []
-
-            def plan(txn: Transaction) -> segments.Growth | None:
-                base = self._spared(txn)
-                return segments.plan_growth(
-                    txn,
-                    self.owner,
-                    slot_bytes,
-                    self.limits,
-                    cold,
-                    lambda ref, entry: base(self._as_candidate(ref), entry),
-                )
-
-            growth = self.index.write(plan, timeout)
-            made = growth is not None and self._make(growth, slot_bytes, timeout)
-            if not made:
-                self._full_until[slot_bytes] = time.monotonic() + FULL_PAUSE_S
-            return made
-
-    def _grow_quietly(self, slot_bytes: int) -> None:
-        try:
-            with self.index.read() as txn:
-                spare = ledger.free_slots(txn, slot_bytes)
-            if spare * slot_bytes < self.limits.segment_bytes // 2:
-                self._grow(slot_bytes, None, recut=False)
-        except KVStoreError as error:
-            self.events.emit(Fault(self.name, "grow", error.problem))
-        finally:
-            self._growing.release()
-
-    def _as_candidate(self, ref: SlotRef) -> Candidate:
-        return Candidate(ref, int(self.arrays.of(ref.segment).stamps[ref.slot]))
-
-    def _make(self, growth: segments.Growth, slot_bytes: int, timeout: float | None) -> bool:
-        """Make a claimed segment's files ready and hand out its slots; a failure returns its budget."""
-        number, size = growth.segment.number, growth.segment.size
-        self._sizes[number] = size
-        try:
-            if growth.new:
-                self.arrays.allocate(number, size)
-                self.medium.allocate(number, size)
-                self.medium.prepare(number, size)
-            arrays = self.arrays.of(number)
-            np.add(arrays.generations, np.uint64(1), out=arrays.generations)
-            arrays.stamps[:] = 0
-        except (NoSpaceError, StorageError, DamagedError) as error:
-            self.medium.remove(number)
-            self.arrays.remove(number)
-            self.index.write(lambda txn: segments.cancel_growth(txn, growth, self.owner), timeout)
-            self.events.emit(Fault(self.name, "grow", error.problem))
-            return False
-        if growth.emptied:
-            self.events.emit(Evicted(self.name, "recut", growth.emptied))
-        return self.index.write(lambda txn: segments.finish_growth(txn, growth, self.owner, slot_bytes), timeout)

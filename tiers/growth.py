@@ -1,0 +1,117 @@
+"""How a tier gets another segment: claim it, make its files ready outside any lock, hand its slots out.
+
+In the way of a request only when there is no free slot; else ahead of need, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
+from kvstore.events import Evicted, Fault
+from kvstore.index import Transaction
+from kvstore.records import Entry
+from kvstore.slots import SlotRef
+from kvstore.tiers import ledger, segments
+from kvstore.tiers.reservation import Candidate
+from kvstore.tiers.victims import ColdSlots
+
+if TYPE_CHECKING:
+    from kvstore.tiers.slotted import SlottedTier
+
+FULL_PAUSE_S = 1.0
+"""How long a tier that could not grow goes without trying again."""
+AHEAD_SHARE = 2
+"""One part in this many of a segment is kept free, ahead of need."""
+
+
+class Grower:
+    """Grows one tier, one segment at a time."""
+
+    def __init__(self, tier: SlottedTier, cold: ColdSlots) -> None:
+        self._tier, self._cold = tier, cold
+        self._lock = threading.Lock()
+        self._under_way = threading.Lock()
+        self._full_until: dict[int, float] = {}
+
+    def may_grow(self, slot_bytes: int) -> bool:
+        """Whether it is worth trying: the last attempt was no failure, or long enough ago."""
+        return time.monotonic() >= self._full_until.get(slot_bytes, 0.0)
+
+    def room_was_made(self) -> None:
+        """Something was removed: try again."""
+        self._full_until.clear()
+
+    def ahead(self, slot_bytes: int) -> None:
+        """Grow in the background, where little is free and nothing is being made. Never recuts."""
+        if self.may_grow(slot_bytes) and self._under_way.acquire(blocking=False):
+            threading.Thread(target=self._quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
+
+    def grow(self, slot_bytes: int, timeout: float | None, *, recut: bool = True) -> bool:
+        """One more segment for slots of a size; False when there is none, and none is tried for a while.
+
+        recut: a colder segment of another slot size may be emptied for it.
+        """
+        with self._lock:
+            tier = self._tier
+            cold = self._cold.segments(slot_bytes) if recut else []
+
+            def plan(txn: Transaction) -> segments.Growth | None:
+                spared = tier.spared_in(txn)
+
+                def spared_now(ref: SlotRef, entry: Entry) -> bool:
+                    return spared(Candidate(ref, int(tier.arrays.of(ref.segment).stamps[ref.slot])), entry)
+
+                return segments.plan_growth(txn, tier.owner, slot_bytes, tier.limits, cold, spared_now)
+
+            growth = tier.index.write(plan, timeout)
+            made = growth is not None and self.make(growth, slot_bytes, timeout)
+            if not made:
+                self._full_until[slot_bytes] = time.monotonic() + FULL_PAUSE_S
+            return made
+
+    def make(self, growth: segments.Growth, slot_bytes: int, timeout: float | None) -> bool:
+        """Make a claimed segment's files ready and hand out its slots; a failure returns its budget.
+
+        The generations go up after the commit that emptied a recut segment, and before its first new byte.
+        """
+        tier, number, size = self._tier, growth.segment.number, growth.segment.size
+        tier.know_segment(number, size)
+        try:
+            if growth.new:
+                tier.arrays.allocate(number, size)
+                tier.medium.allocate(number, size)
+                tier.medium.prepare(number, size)
+            arrays = tier.arrays.of(number)
+            np.add(arrays.generations, np.uint64(1), out=arrays.generations)
+            arrays.stamps[:] = 0
+        except (NoSpaceError, StorageError, DamagedError) as error:
+            tier.medium.remove(number)
+            tier.arrays.remove(number)
+            tier.index.write(lambda txn: segments.cancel_growth(txn, growth, tier.owner), timeout)
+            tier.events.emit(Fault(tier.name, "grow", error.problem))
+            return False
+        if growth.emptied:
+            tier.events.emit(Evicted(tier.name, "recut", growth.emptied))
+        return tier.index.write(lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes), timeout)
+
+    def close(self) -> None:
+        """Wait for what is being made."""
+        with self._under_way:
+            self._full_until.clear()
+
+    def _quietly(self, slot_bytes: int) -> None:
+        tier = self._tier
+        try:
+            with tier.index.read() as txn:
+                spare = ledger.free_slots(txn, slot_bytes)
+            if spare * slot_bytes < tier.limits.segment_bytes // AHEAD_SHARE:
+                self.grow(slot_bytes, None, recut=False)
+        except KVStoreError as error:
+            tier.events.emit(Fault(tier.name, "grow", error.problem))
+        finally:
+            self._under_way.release()
