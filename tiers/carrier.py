@@ -11,7 +11,7 @@ even be asked for a mark, one that never passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,8 @@ class Carrier:
     def __init__(self, budget: int, device: torch.device, lanes: Lanes, pagelock: PageLock | None) -> None:
         self._lanes = lanes
         self._pagelock = pagelock
-        self._ring = PinnedRing(lanes) if lanes.needs_pinned else None
+        with _current(device):  # or pinned memory would open a context on another device
+            self._ring = PinnedRing(lanes) if lanes.needs_pinned else None
         self._arena: torch.Tensor | None = _allocate(budget, device)
         lanes.settle()  # what had this memory before may still use it, on another stream
 
@@ -97,10 +98,12 @@ class Carrier:
         lane = current if kv.lane is None else kv.lane
         if lane != current:
             lanes.follow(lane, lanes.mark(current))
-        with self._marked(lane, marks):
-            yield lane
-        if lane != current:
-            lanes.follow(current, lanes.mark(lane))
+        try:
+            with self._marked(lane, marks):
+                yield lane
+        finally:
+            if lane != current:
+                lanes.follow(current, lanes.mark(lane))
 
     @contextmanager
     def _marked(self, lane: Lane, marks: list[Mark]) -> Iterator[None]:
@@ -183,16 +186,19 @@ def _take(plan: Plan, batch: Batch) -> None:
         plan.taken[index] = True
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    if device.type != "cuda":
+        return nullcontext()
+    made: AbstractContextManager[object] = torch.cuda.device(device)
+    return made
+
+
 def _allocate(budget: int, device: torch.device) -> torch.Tensor:
     """Flat uint8 memory. Raises BudgetError when there is not so much."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    problem = f"{format_size(free)} are free" if free is not None and free < budget else None
-    if problem is None:
-        try:
-            return torch.empty(budget, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
-    raise BudgetError(
-        f"hbm cannot take {format_size(budget)} on {device}: {problem}",
-        "lower hbm, or open the store before the engine takes the device's memory",
-    )
+    try:
+        return torch.empty(budget, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise BudgetError(
+            f"hbm cannot take {format_size(budget)} on {device}: {str(error).splitlines()[0]}",
+            "lower hbm, or open the store before the engine takes the device's memory",
+        ) from error

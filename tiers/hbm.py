@@ -247,6 +247,9 @@ class HbmTier:
                 self._news.append(Evicted(NAME, "lru", plan.evicted))
         try:
             yield flight
+        except BaseException:
+            self.abandoned.append(flight)  # there will be no handle
+            raise
         finally:
             with self._state:
                 self._calls -= 1
@@ -262,8 +265,8 @@ class HbmTier:
             flight.deferred = queue(marks) or []
         except RuntimeError as error:
             self.failed(what, error)
-        if marks:
-            flight.marks = marks
+        finally:
+            flight.marks = marks or flight.marks
 
     def _handle(self, plan: Plan, flight: Flight, crossing: Sequence[bool]) -> TransferHandle:
         tokens = sum(item.tokens for item, ok, way in zip(plan.items, plan.taken, crossing, strict=True) if ok and way)
@@ -332,4 +335,7 @@ class HbmTier:
         for event in news:
             self._events.emit(event)
         if cold and self._demote is not None:
-            self._demote(cold)
+            try:
+                self._demote(cold)
+            except Exception as error:  # noqa: BLE001  the offer is a hint; its failure must not reach the request
+                self._events.emit(Fault(NAME, "demote", repr(error)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -434,6 +434,38 @@ def test_blocks_next_in_line_are_offered_once_while_they_are_still_there(device:
     assert offered == [key_of(30), key_of(29), key_of(28)]
     bench.save(bench.items([33, 34], host=False))
     assert bench.resident([30, 29, 28, 27]) == [True, False, False, True]
+    bench.close()
+
+
+def test_an_offer_that_fails_is_told_and_the_save_goes_on(device: str) -> None:
+    def demote(keys: Sequence[bytes]) -> None:
+        raise ValueError("no mover")
+
+    bench = Bench(device, 2, demote=demote)
+    bench.save(bench.items([1], host=False))
+    bench.save(bench.items([2], host=False))
+    assert bench.resident([1, 2]) == [True, True]
+    assert bench.told == [Fault("hbm", "demote", "ValueError('no mover')")]
+    bench.close()
+
+
+def test_an_interrupted_load_gives_its_slots_back() -> None:
+    class Interrupting(HostLanes):
+        armed = False
+
+        def submit(self, lane: Lane, work: Callable[[], object]) -> None:
+            if self.armed:
+                raise KeyboardInterrupt
+            super().submit(lane, work)
+
+    lanes = Interrupting()
+    bench = Bench("cpu", 4, lanes=lanes)
+    lanes.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        bench.tier.load(bench.kv, bench.items([1, 2, 3]))
+    lanes.armed = False
+    stats = bench.tier.stats()
+    assert (stats.free, stats.staged, stats.transfers) == (4, 0, 0)
     bench.close()
 
 
