@@ -21,6 +21,7 @@ from kvstore.keeper import Keeper, shared_counters
 from kvstore.kv import KVBuffer
 from kvstore.loading import Loader
 from kvstore.match import Match
+from kvstore.memory_home import MemoryHome, sweep
 from kvstore.mover import Move, Mover
 from kvstore.owners import Owner, survey
 from kvstore.pins import Pins
@@ -51,6 +52,8 @@ _T = TypeVar("_T", bound=SlottedTier)
 class Core:
     """Everything behind the handles of one directory."""
 
+    _home: MemoryHome | None = None
+
     def __init__(self, settings: Settings, wrap: Wrap, observers: tuple[Observer, ...]) -> None:
         self.settings = settings
         self.events = Events(observers)
@@ -72,6 +75,8 @@ class Core:
             except BaseException:
                 for tier in self._tiers:
                     tier.close()
+                if self._home is not None:
+                    self._home.close()
                 self.owner.close()
                 raise
         self._start()
@@ -106,12 +111,16 @@ class Core:
         self.pagelock.close()
         for tier in self._tiers:
             tier.close()
+        if self._home is not None:
+            self._home.close()
         self.owner.close()
 
     def disown(self) -> None:
         """In a forked child: nothing here may be used, and the parent's locks stay the parent's."""
         self.closed = True
         self.owner.disown()
+        if self._home is not None:
+            self._home.close()
 
     # ---------------------------------------------------------------- answers
 
@@ -167,7 +176,10 @@ class Core:
     def _open_tiers(self, identity: bytes, wrap: Wrap, alone: bool) -> None:
         settings = self.settings
         self.nvme: NvmeTier | None = None
-        ram_directory = settings.ram_directory / superblock.ram_name(settings.path, identity)
+        for orphan in sweep(settings.ram_directory):
+            self.events.emit(Notice("orphan removed", f"{orphan} held memory for a store that is gone"))
+        self._home = MemoryHome(settings.ram_directory, settings.path, identity)
+        ram_directory = self._home.path
         have = (
             sum(file.stat().st_size for file in ram_directory.rglob("*") if file.is_file())
             if ram_directory.exists()

@@ -100,6 +100,12 @@ def store_id(path: Path) -> bytes:
             out.flush()
             os.fsync(out.fileno())
         fresh.rename(file)
+    return read_store_id(path)
+
+
+def read_store_id(path: Path) -> bytes:
+    """The 16 bytes of a store that exists. Raises DamagedError, FormatError."""
+    file = path / SUPERBLOCK
     raw = file.read_bytes()
     if len(raw) != _FIELDS.size + _DIGEST.size or raw[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{file} is not the superblock of a store", "choose another path")

@@ -24,6 +24,8 @@ from kvstore.tiers.slotted import SlottedTier
 
 SUPERBLOCK = "TIER"
 SUPERBLOCK_BYTES = 4096
+KEPT = "HOME"
+"""A file of the store's own in the directory on tmpfs."""
 MAGIC = b"KVTIER\r\n"
 VERSION = 1
 _FIELDS = struct.Struct("<8sII16sQQ")
@@ -100,10 +102,10 @@ def open_index(
         index = Index(directory / "index", superblock.index_bytes, durable=durable, name=name)
     except BaseException:
         if fresh:
-            shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(directory / "index", ignore_errors=True)
         raise
     try:
-        fixed = index.allocated + SUPERBLOCK_BYTES
+        fixed = index.allocated + SUPERBLOCK_BYTES + (4096 if (directory / KEPT).exists() else 0)
         index.write(lambda txn: _account(txn, fixed, budget, alone, name))
         if fresh:
             index.sync()
@@ -123,7 +125,7 @@ def _existing(directory: Path, store: bytes, alone: bool, name: str, events: Eve
             return superblock
         why = "it is of an older format" if superblock.version != VERSION else "it belonged to another store"
         events.emit(Notice("emptied", f"{directory} is made anew: {why}"))
-    elif not directory.exists() or not any(directory.iterdir()):
+    elif not directory.exists() or all(entry.name == KEPT for entry in directory.iterdir()):
         return None
     strange = [entry.name for entry in directory.iterdir() if not _ours(entry)]
     if strange or not alone:
@@ -131,12 +133,16 @@ def _existing(directory: Path, store: bytes, alone: bool, name: str, events: Eve
             f"{directory} holds files that are not of a {name} tier ({', '.join(sorted(strange)[:3]) or 'in use'})",
             "choose another path, or move these files away",
         )
-    shutil.rmtree(directory)
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != KEPT:
+            entry.unlink()
     return None
 
 
 def _ours(entry: Path) -> bool:
-    return entry.name in ("index", SUPERBLOCK, f"{SUPERBLOCK}.new") or entry.suffix in (".seg", ".slots")
+    return entry.name in ("index", SUPERBLOCK, f"{SUPERBLOCK}.new", KEPT) or entry.suffix in (".seg", ".slots")
 
 
 def _write_superblock(directory: Path, superblock: Superblock) -> None:
