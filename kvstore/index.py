@@ -198,9 +198,10 @@ class Index:
         fails, so it must have no effect outside its transaction.
         """
         job = _Job(work)
-        if self._closed:
-            raise ClosedError(f"the {self.name} index is closed", "open the store again")
-        self._queue.put(job)
+        with self._idle:
+            if self._closed:
+                raise ClosedError(f"the {self.name} index is closed", "open the store again")
+            self._queue.put(job)
         return job.future
 
     def write(self, work: Callable[[Transaction], T], timeout: float | None = None) -> T:
@@ -238,7 +239,7 @@ class Index:
             if self._closed:
                 return
             self._closed = True
-        self._queue.put(None)
+            self._queue.put(None)
         self._thread.join()
         with self._idle:
             self._idle.wait_for(lambda: self._readers == 0)

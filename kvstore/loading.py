@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvstore.copying import CopyThreads, wait_all
 from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
@@ -82,28 +83,34 @@ class Loader:
             if promotion is not None:
                 promotion.start()
             if buffer is not None:
-                jobs = self._memory_jobs(pieces, memory, shape, buffer, outcome)
+                self._memory_jobs(jobs, pieces, memory, shape, buffer, outcome)
             else:
                 self._only_check(pieces, memory, outcome)
-            wait_all(jobs)
-            outcome.seconds[self._ram.name] = time.perf_counter() - began
         finally:
-            if promotion is not None:
-                promotion.finish(now)
-                outcome.seconds[promotion.tier.name] = time.perf_counter() - began
+            try:
+                wait_all(jobs)
+                outcome.seconds[self._ram.name] = time.perf_counter() - began
+            finally:
+                if promotion is not None:
+                    promotion.finish(now)
+                    outcome.seconds[promotion.tier.name] = time.perf_counter() - began
         self._discard_damaged(pieces, outcome)
         return outcome
 
     # ---------------------------------------------------------------- ram
 
     def _memory_jobs(
-        self, pieces: Sequence[Piece], places: Sequence[int], shape: _Shape, buffer: KVBuffer, outcome: PartLoad
-    ) -> list[Future[None]]:
+        self,
+        jobs: list[Future[None]],
+        pieces: Sequence[Piece],
+        places: Sequence[int],
+        shape: _Shape,
+        buffer: KVBuffer,
+        outcome: PartLoad,
+    ) -> None:
         limit = self._threads.run_length(len(places))
-        jobs: list[Future[None]] = []
         for group in _groups(pieces, places, shape.layout.block_tokens, limit):
-            jobs.append(self._threads.copy(lambda group=group: self._scatter(pieces, group, shape, buffer, outcome)))  # type: ignore[misc]
-        return jobs
+            jobs.append(self._threads.copy(partial(self._scatter, pieces, group, shape, buffer, outcome)))
 
     def _scatter(
         self, pieces: Sequence[Piece], group: Sequence[int], shape: _Shape, buffer: KVBuffer, outcome: PartLoad
@@ -197,7 +204,7 @@ class _Promotion:
         refs = [self._pieces[at].entry.ref for at in self._places]
         for begin, run in join_runs(refs, most):
             chunk = self._places[begin : begin + run.count]
-            self._reads.append(loader._threads.read(lambda chunk=chunk: self._read(chunk)))  # type: ignore[misc]
+            self._reads.append(loader._threads.read(partial(self._read, chunk)))
 
     def finish(self, now: int) -> None:
         """Wait for every read and scatter, then make what is whole readable in `ram`."""

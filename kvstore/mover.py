@@ -169,7 +169,8 @@ class Mover:
             raise
         kept = {placement.ref for placement in published}
         self._nvme.abandon([placement for placement, _ in pairs if placement.ref not in kept])
-        self._mark_clean([move for move in batch if self._is_clean(move, published, reserved.known)])
+        clean = {placement.name.key for placement in published} | {entry.key for entry in reserved.known}
+        self._mark_clean([move for move in batch if move.name.key in clean])
         size = len(published) * first.payload_bytes
         if published:
             seconds = time.perf_counter() - began
@@ -178,6 +179,8 @@ class Mover:
     def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> list[tuple[Placement, bytes]]:
         """Write slot images straight from `ram`; those that changed under the write are left out."""
         live = self._ram.unchanged([move.entry for _, move in pairs])
+        if not all(live):
+            self._events.emit(Skipped(self._nvme.name, "evicted before", live.count(False)))
         pairs = [pair for pair, same in zip(pairs, live, strict=True) if same]
         refs = [placement.ref for placement, _ in pairs]
         images = [self._ram.slot(move.entry.ref, slot_bytes) for _, move in pairs]
@@ -185,10 +188,6 @@ class Mover:
         self._nvme.sync(refs)
         same = self._ram.unchanged([move.entry for _, move in pairs])
         return [(placement, move.entry.checksum) for (placement, move), ok in zip(pairs, same, strict=True) if ok]
-
-    def _is_clean(self, move: Move, published: list[Placement], known: list[Entry]) -> bool:
-        key = move.name.key
-        return any(placement.name.key == key for placement in published) or any(entry.key == key for entry in known)
 
     def _mark_clean(self, moves: list[Move]) -> None:
         same = self._ram.unchanged([move.entry for move in moves])

@@ -138,8 +138,10 @@ class Saver:
         wanted = self._unknown(names, job.now, tally)
         home = self._ram.space(job.space.record, self._timeout)
         under_way: list[_Fill] = []
+        offered = 0
         try:
             for batch in _batches(wanted):
+                offered += len(batch)
                 reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout)
                 under_way.append(self._fill(reserved.placed, job))
                 tally.known += len(reserved.known)
@@ -147,7 +149,7 @@ class Saver:
                 if len(under_way) > 1:
                     self._finish(under_way, job, tally)
                 if reserved.left:
-                    left = len(reserved.left) + len(wanted) - wanted.index(batch[-1]) - 1
+                    left = len(reserved.left) + len(wanted) - offered
                     tally.skipped += left
                     self._events.emit(Skipped(self._ram.name, "quota" if reserved.over_quota else "full", left))
                     break

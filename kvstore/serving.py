@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.core import Core
-from kvstore.errors import KVStoreError
+from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Cause, Fault, Hit, Miss
 from kvstore.host import boottime_ns
 from kvstore.kv import KVBuffer
@@ -93,7 +93,11 @@ def _load(
     now = boottime_ns()
     try:
         for part, buffer in parts.items():
-            outcome = core.loader_for(buffer).load(match, part, buffer, now)
+            try:
+                outcome = core.loader_for(buffer).load(match, part, buffer, now)
+            except (StorageError, NoSpaceError, DamagedError, BusyError) as error:
+                core.events.emit(Fault("store", "load", error.problem))
+                return 0, Cause.IO, tiers
             tiers = tiers or outcome.tiers
             for piece, cause in zip(match.pieces[part], outcome.causes, strict=True):
                 if cause is not None and piece.start < loaded:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.errors import DamagedError
 from kvstore.kv import Bytes
 from kvstore.slots import MIN_SLOT_BYTES, SlotRef
 from kvstore.tiers.medium import ALIGNMENT, allocate_file, map_file
@@ -89,9 +90,16 @@ class ArrayFiles:
             arrays = self._mapped.setdefault(segment, arrays)
         return arrays
 
+    def holding(self, segment: int, slots: Sequence[int]) -> SlotArrays:
+        """The arrays of a segment, which has these slots. Raises DamagedError when it cannot have them."""
+        arrays = self.of(segment)
+        if max(slots) >= len(arrays.generations):
+            raise DamagedError(f"slot {max(slots)} of segment {segment} cannot exist", "run `kvstore verify --repair`")
+        return arrays
+
     def generation(self, ref: SlotRef) -> int:
-        """A slot's generation now."""
-        return int(self.of(ref.segment).generations[ref.slot])
+        """A slot's generation now. Raises DamagedError for a slot that cannot exist."""
+        return int(self.holding(ref.segment, (ref.slot,)).generations[ref.slot])
 
     def close(self) -> None:
         """Forget the mappings."""

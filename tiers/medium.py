@@ -168,11 +168,16 @@ class DirectMedium:
         allocate_file(segment_path(self.directory, segment), size, self.name)
 
     def prepare(self, segment: int, size: int) -> None:
-        """Write zeros: the first write to a merely allocated extent is slower."""
+        """Write zeros, since the first write to a merely allocated extent is slower; make the file's name durable."""
         zeros = aligned_buffer(min(size, _FILL_BYTES))
         for start in range(0, size, len(zeros)):
             self.write(segment, start, [zeros[: size - start]])
         self.sync([segment])
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def remove(self, segment: int) -> None:
         """Delete a segment's file."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 
+from kvstore.errors import DamagedError
 from kvstore.header import HEADER_BYTES
 from kvstore.host import boottime_ns
 from kvstore.index import Database, Transaction
@@ -24,12 +25,14 @@ class RamTier(SlottedTier):
 
     def slot(self, ref: SlotRef, slot_bytes: int) -> Bytes:
         """A slot's image, header and payload, where it lies. Raises DamagedError when its segment is truncated."""
-        return self._window(ref.segment)[ref.slot * slot_bytes : (ref.slot + 1) * slot_bytes]
+        return self._room(ref, 1, slot_bytes)[ref.slot * slot_bytes : (ref.slot + 1) * slot_bytes]
 
     def run(self, first: SlotRef, count: int, slot_bytes: int, tokens: int, take: int | None = None) -> Run:
         """``count`` consecutive slots as one piece for a KVBuffer."""
         offset = first.slot * slot_bytes + HEADER_BYTES
-        return Run(self._window(first.segment), offset, slot_bytes, count, tokens, tokens if take is None else take)
+        return Run(
+            self._room(first, count, slot_bytes), offset, slot_bytes, count, tokens, tokens if take is None else take
+        )
 
     def runs(self, refs: Sequence[SlotRef], slot_bytes: int, tokens: int, limit: int) -> list[tuple[int, Run]]:
         """Full blocks in order as few runs of up to ``limit``; each with the position of its first block."""
@@ -68,7 +71,9 @@ class RamTier(SlottedTier):
         if keys:
             self.index.submit(lambda txn: [txn.delete(Database.LEASES, key) for key in keys])
 
-    def _window(self, segment: int) -> Bytes:
-        window = self.medium.window(segment, self.segment_bytes(segment))
-        assert window is not None
+    def _room(self, first: SlotRef, count: int, slot_bytes: int) -> Bytes:
+        """The memory of a segment that has these slots."""
+        window = self.medium.window(first.segment, self.segment_bytes(first.segment))
+        if window is None or (first.slot + count) * slot_bytes > len(window):
+            raise DamagedError(f"{first} does not lie in its segment", "run `kvstore verify --repair`")
         return window

@@ -100,7 +100,7 @@ class SlottedTier:
         """
         answer = [False] * len(entries)
         for segment, (slots, places) in by_segment([entry.ref for entry in entries]).items():
-            now = self.arrays.of(segment).generations[slots]
+            now = self.arrays.holding(segment, slots).generations[slots]
             for place, generation in zip(places, now.tolist(), strict=True):
                 answer[place] = generation == entries[place].generation
         return answer
@@ -136,7 +136,7 @@ class SlottedTier:
         """
         for segment, (slots, places) in by_segment(refs).items():
             used = [self._stamp_base + now - depths[place] for place in places]
-            self.arrays.of(segment).stamps[slots] = used
+            self.arrays.holding(segment, slots).stamps[slots] = used
 
     def oldest_stamp(self, seconds: float) -> int:
         """The stamp a block has that was last used ``seconds`` ago."""
@@ -145,7 +145,7 @@ class SlottedTier:
     def flag(self, refs: Sequence[SlotRef], flags: int) -> None:
         """Set the flags of slots (`kvstore.policy.CLEAN`)."""
         for segment, (slots, _) in by_segment(refs).items():
-            self.arrays.of(segment).flags[slots] = flags
+            self.arrays.holding(segment, slots).flags[slots] = flags
 
     # ---------------------------------------------------------------- writing
 
@@ -331,7 +331,7 @@ class SlottedTier:
 
     def _forget(self, refs: Iterable[SlotRef]) -> None:
         for segment, (slots, _) in by_segment(list(refs)).items():
-            self.arrays.of(segment).stamps[slots] = 0
+            self.arrays.holding(segment, slots).stamps[slots] = 0
 
     def _candidates(self, slot_bytes: int, needed: int, space: Space) -> list[Candidate]:
         if space.salt and self.quota(space.salt) is not None:
