@@ -48,13 +48,13 @@ class Settings:
     path: Path
     """The store's directory."""
     ram: int = 2 * GIB
-    """Budget of the `ram` tier, index included; 0 turns it off."""
+    """Budget of the `ram` tier, index included; not 0, since every block passes through it."""
     nvme: int = 20 * GIB
     """Budget of the `nvme` tier, index included; 0 turns it off."""
     hbm: int = 0
     """Budget of the `hbm` tier; 0 turns it off."""
     device: str | None = None
-    """Where the `hbm` tier lives: ``cuda``, ``cuda:1``, ``cpu``; None for the device of the model."""
+    """Where the `hbm` tier lives: ``cuda``, ``cuda:1`` or ``cpu``; ``cuda`` where none is named."""
     ram_directory: Path = Path("/dev/shm")
     """A directory on tmpfs; the store makes one of its own in it."""
     ram_segment_bytes: int = 64 * MIB
@@ -64,7 +64,7 @@ class Settings:
     copy_threads: int = field(default_factory=_default_copy_threads)
     """Threads that copy payloads, 1…16; 2 to 4 fill the memory bus of most hosts."""
     io_threads: int = 2
-    """Threads that read and write `nvme` segments, 1…64."""
+    """Threads that read `nvme` segments, 1…64."""
     verify_share: int = 64
     """One in this many reads from `ram` is checked against its checksum; 1 checks every one."""
     lock_timeout_s: float = 0.5
