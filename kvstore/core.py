@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -12,8 +13,8 @@ from typing import TypeAlias, TypeVar
 from kvstore import superblock
 from kvstore.copying import CopyThreads
 from kvstore.devices import DeviceLoader, DeviceSaver
-from kvstore.errors import ClosedError, SettingsError, UnsupportedError
-from kvstore.events import Counters, Events, Notice, Observer
+from kvstore.errors import ClosedError, KVStoreError, SettingsError, UnsupportedError
+from kvstore.events import Counters, Events, Fault, Notice, Observer
 from kvstore.eviction import Eviction, Target
 from kvstore.host import boot_id, ram_cap, supports_o_direct
 from kvstore.index import Database, Transaction
@@ -59,6 +60,7 @@ class Core:
         self.events = Events(observers)
         self.counters = Counters()
         self.events.subscribe(self.counters)
+        self.device = (settings.device or "cuda") if settings.hbm else None
         self.closed = False
         self.handles = 0
         path = settings.path
@@ -101,6 +103,7 @@ class Core:
         if self.closed:
             return
         self.closed = True
+        self._populating.join()
         self.prefetches.close()
         if self.mover is not None:
             self.mover.close(timeout=self.settings.mover_queue_bytes / 100e6 + 10)
@@ -197,8 +200,14 @@ class Core:
             medium = wrap(DirectMedium(directory, direct=direct))
             self.nvme = self._tier(NvmeTier, directory, medium, identity, settings.nvme, alone, durable=True)
         lowest = self.nvme
-        self.pagelock = PageLock.for_device(cap.bytes if settings.hbm else 0, settings.device, self.events)
-        medium = wrap(MappedMedium(ram_directory, mapped=lambda window: self.pagelock.add([window])))
+        self.pagelock = PageLock.for_device(cap.bytes if settings.hbm else 0, self.device, self.events)
+        medium = wrap(
+            MappedMedium(
+                ram_directory,
+                mapped=lambda window: self.pagelock.add([window]),
+                unmapped=lambda window: self.pagelock.remove([window]),
+            )
+        )
         self.ram = self._tier(RamTier, ram_directory, medium, identity, cap.bytes, alone, durable=False)
         self._tiers.reverse()
         log = (lowest or self.ram).index
@@ -294,8 +303,7 @@ class Core:
         self.device_loader: DeviceLoader | None = None
         device_saver: DeviceSaver | None = None
         if settings.hbm:
-            device = settings.device or "cuda"
-            self.hbm = open_device_tier(settings.hbm, device, events=self.events, pagelock=self.pagelock)
+            self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=self.pagelock)
             device_saver = DeviceSaver(self.hbm, self.ram, self.events)
             self.device_loader = DeviceLoader(
                 self.hbm,
@@ -317,6 +325,8 @@ class Core:
             device=device_saver,
         )
         self.prefetches = Prefetches(self.loader, self.events, self.purged, memory_tier=self.ram.name)
+        self._populating = threading.Thread(target=self._populate, name="kvstore-populate", daemon=True)
+        self._populating.start()
         self.keeper = Keeper(
             self.tiers,
             settings.path / superblock.OWNERS,
@@ -326,6 +336,16 @@ class Core:
             grace=settings.dead_owner_grace_s,
             idle_work=self._rescan,
         )
+
+    def _populate(self) -> None:
+        """Enter what `ram` holds already into this process's page tables, so that no request has to."""
+        for segment in self.ram.segment_list():
+            if self.closed or segment.allocating:
+                continue
+            try:
+                self.ram.medium.prepare(segment.number, segment.size)
+            except KVStoreError as error:
+                self.events.emit(Fault(self.ram.name, "populate", error.problem))
 
     def _rescan(self) -> None:
         if self.mover is not None and self.mover.idle and not self.mover.paused:

@@ -172,7 +172,11 @@ class DeviceSaver:
             self._events.emit(Skipped(NAME, "staging", len(left)))
         return transfer, taken, left
 
+    def forget(self, placed: Sequence[Placement]) -> None:
+        """Blocks that `ram` did not publish, since they were purged meanwhile, do not stay on the device either."""
+        self._hbm.discard([one.name.key for one in placed])
+
     def failed(self, placed: Sequence[Placement]) -> None:
         """The copies did not arrive: nothing of them may stay on the device either."""
-        self._hbm.discard([one.name.key for one in placed])
+        self.forget(placed)
         self._events.emit(Fault(NAME, "save", "the device failed while a save was copied"))

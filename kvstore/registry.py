@@ -15,21 +15,19 @@ _cores: dict[tuple[int, int], Core] = {}
 _lock = threading.Lock()
 
 
-def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> Core:
-    """The core of a directory, opened when no handle in this process has it. Raises what opening raises."""
+def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> tuple[Core, bool]:
+    """The core of a directory, and whether it was opened for this call, observers told. Raises what opening raises."""
     with _lock:
         superblock.prepare_directory(settings.path)
         stat = settings.path.stat()
         key = (stat.st_dev, stat.st_ino)
         core = _cores.get(key)
-        if core is None or core.closed:
+        fresh = core is None or core.closed
+        if core is None or fresh:
             core = Core(settings, wrap, tuple(observers))
             _cores[key] = core
-        else:
-            for observer in observers:
-                core.events.subscribe(observer)
         core.handles += 1
-        return core
+        return core, fresh
 
 
 def release(core: Core) -> None:

@@ -250,6 +250,9 @@ class Saver:
             return []
         stones = self._purge.newer(job.epoch)
         published = self._ram.publish(done, stones, self._timeout, now=job.now)
+        if self._device is not None and len(published) < len(done):
+            kept = {placement.ref for placement in published}
+            self._device.forget([placement for placement, _ in done if placement.ref not in kept])
         checksums = {placement.ref: checksum for placement, checksum in done}
         for placement in published:
             entry = _entry(placement, checksums[placement.ref], job.epoch)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
+import numpy as np
+
 from kvstore import registry, serving
 from kvstore.core import Core, Wrap
 from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError
@@ -37,9 +39,10 @@ Buffers = KVBuffer | Mapping[Part, KVBuffer]
 class Store:
     """A handle on a store. Safe for any thread; use `kvstore.open` to get one."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, observers: Sequence[Observer] = ()) -> None:
         self._core = core
         self._open = True
+        self._unsubscribe = [core.events.subscribe(observer) for observer in observers]
 
     # ---------------------------------------------------------------- namespaces and matching
 
@@ -61,6 +64,13 @@ class Store:
             tier.grow_ahead(slot_bytes(layout.payload_bytes(0)))
         record = NamespaceRecord(layout.root(salt), salt_digest(salt), int(time.time()), ttl, label, layout.to_json())
         return Namespace(layout, record.root, record)
+
+    def namespace_at(self, root: bytes) -> Namespace:
+        """The namespace that some process registered under a root. Raises NotFoundError."""
+        for use in namespace_uses(self._require().tiers):
+            if use.record.root == root:
+                return Namespace(use.layout, root, use.record)
+        raise NotFoundError(f"no namespace has the root {root.hex()[:16]}…", "`kvstore ls` lists the namespaces")
 
     def match(
         self,
@@ -146,10 +156,9 @@ class Store:
             sum(one.seconds for one in done),
         )
 
-    def prefetch(self, match: Match) -> Prefetch:
-        """Bring a match's blocks up to `ram`, in the background."""
-        core = self._require()
-        return core.prefetches.start(match)
+    def prefetch(self, match: Match, *, deadline_s: float | None = None) -> Prefetch:
+        """Bring a match's blocks up to `ram`, in the background; it stops ``deadline_s`` seconds from now."""
+        return self._require().prefetches.start(match, deadline_s)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was saved is on `nvme`; False when that took longer than ``timeout`` seconds."""
@@ -201,19 +210,24 @@ class Store:
         namespace: bytes | None = None,
         salt: bytes | str | None = None,
         prefix: Match | None = None,
+        name: str | None = None,
         unused_s: float | None = None,
         tier: str | None = None,
         dry_run: bool = False,
     ) -> dict[str, int]:
         """Evict what exactly one of these names, in every process; returns how many blocks by tier.
 
-        namespace: a root. prefix: goes with all that continues it and with heads that nothing else uses. unused_s:
-        what was not used for so many seconds. tier: drop only the copies in one tier. dry_run: only count. Raises
-        SettingsError, NotFoundError.
+        namespace: a root. prefix, or one by its name: goes with all that continues it and with heads that nothing
+        else uses. unused_s: what was not used for so many seconds. tier: drop only the copies in one tier. dry_run:
+        only count. Raises SettingsError, NotFoundError.
         """
+        core = self._require()
         digest = None if salt is None else salt_digest(salt)
+        if name is not None and prefix is None:
+            record = core.pins.get(name)
+            prefix = self.match(self.namespace_at(record.root), np.frombuffer(record.tokens, "<u4"))
         target = Target(everything, namespace, digest, prefix, unused_s)
-        return self._require().evict(target, tier, dry_run=dry_run)
+        return core.evict(target, tier, dry_run=dry_run)
 
     def namespaces(self) -> list[NamespaceUse]:
         """All namespaces, with what they hold in each tier."""
@@ -251,6 +265,8 @@ class Store:
         """Write what waits and let go; the last handle of a process closes the store. Safe to call twice."""
         if self._open:
             self._open = False
+            for unsubscribe in self._unsubscribe if self._core.handles > 1 else ():
+                unsubscribe()
             registry.release(self._core)
 
     def __enter__(self) -> Store:
@@ -283,4 +299,5 @@ def open_store(settings: Settings, *, wrap: Wrap, observers: Sequence[Observer])
 
     Raises a KVStoreError of its own for each thing that can be wrong with the path, the medium or a budget.
     """
-    return Store(registry.acquire(settings, wrap, observers))
+    core, fresh = registry.acquire(settings, wrap, observers)
+    return Store(core, () if fresh else observers)

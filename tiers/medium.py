@@ -80,14 +80,19 @@ def aligned_buffer(size: int) -> Bytes:
 
 
 class MappedMedium:
-    """Segments on tmpfs, mapped into the process and shared with every other. mapped: told of each new mapping."""
+    """Segments on tmpfs, mapped into the process and shared with every other. mapped, unmapped: told of mappings."""
 
     def __init__(
-        self, directory: Path, name: str = "ram", *, mapped: Callable[[Bytes], None] = lambda window: None
+        self,
+        directory: Path,
+        name: str = "ram",
+        *,
+        mapped: Callable[[Bytes], None] = lambda window: None,
+        unmapped: Callable[[Bytes], None] = lambda window: None,
     ) -> None:
         self.directory = directory
         self.name = name
-        self._mapped = mapped
+        self._mapped, self._unmapped = mapped, unmapped
         self._lock = threading.Lock()
         self._windows: dict[int, Bytes] = {}
 
@@ -104,7 +109,9 @@ class MappedMedium:
     def remove(self, segment: int) -> None:
         """Delete a segment's file; memory is freed when no process maps it any more."""
         with self._lock:
-            self._windows.pop(segment, None)
+            window = self._windows.pop(segment, None)
+        if window is not None:
+            self._unmapped(window)
         segment_path(self.directory, segment).unlink(missing_ok=True)
 
     def length(self, segment: int) -> int:

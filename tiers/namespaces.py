@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvstore.index import Database, Transaction
 from kvstore.records import NamespaceRecord
@@ -11,13 +12,17 @@ _RECORD, _ROOT = b"n", b"r"
 
 
 def register(txn: Transaction, record: NamespaceRecord) -> int:
-    """The namespace's number; its record is written when the root is new, and its label and TTL when they change."""
+    """The namespace's number; its record is written when the root is new, and when a label or a TTL is given anew."""
     known = txn.get(Database.NAMESPACES, _ROOT + record.root)
     if known is not None:
         number = int.from_bytes(known, "big")
         old = txn.get(Database.NAMESPACES, _RECORD + known)
-        if old is not None and NamespaceRecord.unpack(old).label == record.label:
-            return number
+        if old is not None:
+            before = NamespaceRecord.unpack(old)
+            label, ttl = record.label or before.label, record.ttl or before.ttl
+            record = replace(record, created=before.created, label=label, ttl=ttl)
+            if record == before:
+                return number
     else:
         last = 0
         for key, _ in txn.scan(Database.NAMESPACES, _RECORD):
