@@ -302,7 +302,7 @@ class Core:
         self.hbm: DeviceTier | None = None
         self.device_loader: DeviceLoader | None = None
         device_saver: DeviceSaver | None = None
-        if settings.hbm:
+        if self.device is not None:
             self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=self.pagelock)
             device_saver = DeviceSaver(self.hbm, self.ram, self.events)
             self.device_loader = DeviceLoader(
