@@ -81,7 +81,7 @@ class Loader:
         jobs: list[Future[None]] = []
         try:
             if promotion is not None:
-                promotion.start()
+                promotion.start(now)
             if buffer is not None:
                 self._memory_jobs(jobs, pieces, memory, shape, buffer, outcome)
             else:
@@ -186,7 +186,7 @@ class _Promotion:
         self._began = time.perf_counter()
         self._private = ExitStack()
 
-    def start(self) -> None:
+    def start(self, now: int) -> None:
         """Reserve `ram` slots, and begin to read."""
         loader, ram = self._loader, self._loader._ram
         names = [self._pieces[at].name for at in self._places]
@@ -194,7 +194,8 @@ class _Promotion:
             space = ram.space(self._match.space.record, loader._timeout)
             for first in range(0, len(names), 256):
                 batch = names[first : first + 256]
-                reserved = ram.reserve(batch, space, self._shape.slot_bytes, self._match.epoch, loader._timeout)
+                size, epoch = self._shape.slot_bytes, self._match.epoch
+                reserved = ram.reserve(batch, space, size, epoch, loader._timeout, now=now)
                 self._slots.update({placement.name.index_key: placement for placement in reserved.placed})
                 if reserved.left:
                     break

@@ -154,7 +154,8 @@ class Mover:
         space = self._nvme.space(first.record)
         moves = {move.name.index_key: move for move in batch}
         epoch = min(move.entry.epoch for move in batch)
-        reserved = self._nvme.reserve([move.name for move in batch], space, first.slot_bytes, epoch)
+        now = max(move.now for move in batch)
+        reserved = self._nvme.reserve([move.name for move in batch], space, first.slot_bytes, epoch, now=now)
         if reserved.left:
             reason = "quota" if reserved.over_quota else "full"
             self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
@@ -162,7 +163,6 @@ class Mover:
         try:
             done = self._write(pairs, first.slot_bytes)
             stones = self._purge.newer(epoch)
-            now = max(move.now for move in batch)
             published = self._nvme.publish([(p, checksum) for p, checksum in done], stones, now=now)
         except BaseException:
             self._nvme.abandon(reserved.placed)

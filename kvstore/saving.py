@@ -142,7 +142,7 @@ class Saver:
         try:
             for batch in _batches(wanted):
                 offered += len(batch)
-                reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout)
+                reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout, now=job.now)
                 under_way.append(self._fill(reserved.placed, job))
                 tally.known += len(reserved.known)
                 tally.skipped += reserved.writing

@@ -61,7 +61,7 @@ class Grower:
             cold = self._cold.segments(slot_bytes) if recut else []
 
             def plan(txn: Transaction) -> segments.Growth | None:
-                spared = tier.spared_in(txn)
+                spared = tier.spared_in(txn, [])
 
                 def spared_now(ref: SlotRef, entry: Entry) -> bool:
                     return spared(Candidate(ref, int(tier.arrays.of(ref.segment).stamps[ref.slot])), entry)
@@ -97,7 +97,9 @@ class Grower:
             return False
         if growth.emptied:
             tier.events.emit(Evicted(tier.name, "recut", growth.emptied))
-        return tier.index.write(lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes), timeout)
+        return tier.index.write(
+            lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes, tier.limits), timeout
+        )
 
     def close(self) -> None:
         """Wait for what is being made."""

@@ -119,16 +119,23 @@ def _counters(txn: Transaction, tier: SlottedTier, cut: dict[int, Segment], used
 
 
 def _generations(tier: SlottedTier, ready: list[tuple[bytes, Entry]]) -> list[str]:
-    doubtful = [
-        item for item, same in zip(ready, tier.unchanged([entry for _, entry in ready]), strict=True) if not same
-    ]
+    same = tier.unchanged([entry for _, entry in ready])
+    doubtful = [item for item, ok in zip(ready, same, strict=True) if not ok or not _stamp(tier, item[1].ref)]
     problems: list[str] = []
     with tier.index.read() as txn:
         for index_key, entry in doubtful:
             raw = txn.get(Database.BLOCKS, index_key)
-            if raw is not None and Entry.unpack(raw) == entry and not tier.unchanged([entry])[0]:
+            if raw is None or Entry.unpack(raw) != entry:
+                continue
+            if not tier.unchanged([entry])[0]:
                 problems.append(f"{entry.ref} has another generation than its block")
+            elif not _stamp(tier, entry.ref):
+                problems.append(f"{entry.ref} has no stamp: its block would never be evicted")
     return problems
+
+
+def _stamp(tier: SlottedTier, ref: SlotRef) -> int:
+    return int(tier.arrays.of(ref.segment).stamps[ref.slot])
 
 
 def missing_files(tier: SlottedTier, segment: Segment) -> str | None:

@@ -136,14 +136,14 @@ def take_back(txn: Transaction, owner: bytes) -> tuple[list[SlotRef], list[Segme
 
 def remove(
     txn: Transaction, victims: Iterable[tuple[bytes, bytes]], generation: int | None = None, *, doom: bool = False
-) -> list[SlotRef]:
-    """Remove READY blocks, named by (index key, key); returns their slots.
+) -> list[Entry]:
+    """Remove READY blocks, named by (index key, key); returns their entries.
 
     generation: only if the entry has it. doom: a block that is being written is marked, so that its owner's `publish`
     drops it.
     """
     removal = Removal(txn)
-    refs: list[SlotRef] = []
+    gone: list[Entry] = []
     for index_key, key in victims:
         raw = txn.get(Database.BLOCKS, index_key)
         entry = Entry.unpack(raw) if raw is not None else None
@@ -151,11 +151,11 @@ def remove(
             continue
         if after(entry.state, Step.REMOVE) is not None:
             removal.drop(index_key, entry)
-            refs.append(entry.ref)
+            gone.append(entry)
         elif doom:
             txn.put(Database.BLOCKS, index_key, replace(entry, epoch=DOOMED).pack())
     removal.flush()
-    return refs
+    return gone
 
 
 class Removal:

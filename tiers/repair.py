@@ -43,6 +43,9 @@ def _rebuild(tier: SlottedTier, txn: Transaction, live: Collection[bytes]) -> in
     usage: Counter[int] = Counter()
     held: Counter[int] = Counter()
     for ref, (index_key, entry) in kept.items():
+        stamps = tier.arrays.of(ref.segment).stamps
+        if entry.state is State.READY and not stamps[ref.slot]:
+            stamps[ref.slot] = 1
         txn.put(Database.SLOTS, slot_key(ref), index_key)
         if entry.state is State.WRITING:
             txn.put(Database.WRITING, entry.owner + slot_key(ref), index_key)

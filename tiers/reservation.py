@@ -41,6 +41,14 @@ class Reserved:
     free: int = 0
     evicted: list[SlotRef] = field(default_factory=list)
 
+    def add(self, later: Reserved) -> None:
+        """Take up what a later transaction did with what was left."""
+        self.placed += later.placed
+        self.known += later.known
+        self.writing += later.writing
+        self.evicted += later.evicted
+        self.left, self.over_quota, self.free = later.left, later.over_quota, later.free
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:

@@ -19,6 +19,9 @@ from kvstore.tiers.medium import ALIGNMENT
 
 ALLOCATED = b"allocated"
 BUDGET = b"budget"
+NEXT = b"next segment"
+"""Numbers are never used twice: another process may still have the files of a dropped segment open under its number."""
+
 FIXED = b"fixed"
 """Bytes of the tier's other files: index, lock file, superblock."""
 
@@ -66,13 +69,14 @@ def plan_growth(
     cold: segments of another slot size that may be emptied and recut, the coldest first.
     """
     existing = segments(txn)
-    for segment in existing:
-        if not segment.slot_bytes and not segment.allocating and segment.size >= slot_bytes:
-            return Growth(_claim(txn, segment, owner), new=False)
     room = limits.slots - sum(segment.slots for segment in existing)
+    for segment in existing:
+        if not segment.slot_bytes and not segment.allocating and room > 0 and segment.size >= slot_bytes:
+            return Growth(_claim(txn, segment, owner), new=False)
     size = min(new_segment_bytes(txn, limits.segment_bytes), max(room, 0) * slot_bytes) // ALIGNMENT * ALIGNMENT
     if size >= slot_bytes:
-        number = existing[-1].number + 1 if existing else 0
+        number = max(get_number(txn, NEXT), existing[-1].number + 1 if existing else 0)
+        put_number(txn, NEXT, number + 1)
         segment = Segment(number, size, 0, 0, owner)
         put_segment(txn, segment, 0)
         put_number(txn, ALLOCATED, get_number(txn, ALLOCATED) + size + arrays_bytes(size))
@@ -89,12 +93,16 @@ def plan_growth(
     return None
 
 
-def finish_growth(txn: Transaction, growth: Growth, owner: bytes, slot_bytes: int) -> bool:
-    """Hand out a claimed segment's slots; slot_bytes 0 leaves it uncut. False when the claim was taken back."""
+def finish_growth(txn: Transaction, growth: Growth, owner: bytes, slot_bytes: int, limits: Limits) -> bool:
+    """Hand out a claimed segment's slots, as many as the index still has room for; slot_bytes 0 leaves it uncut.
+
+    False when the claim was taken back.
+    """
     segment = get_segment(txn, growth.segment.number)
     if segment.owner != owner:
         return False
-    slots = min(segment.size // slot_bytes, array_slots(segment.size)) if slot_bytes else 0
+    room = max(0, limits.slots - sum(other.slots for other in segments(txn)))
+    slots = min(segment.size // slot_bytes, array_slots(segment.size), room) if slot_bytes else 0
     free = FreeMap.full(slots)
     put_segment(txn, Segment(segment.number, segment.size, slot_bytes, slots, NO_OWNER, free.pack()), slots)
     return True

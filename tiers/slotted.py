@@ -6,7 +6,7 @@ up, copy, and then ask `unchanged`. It does not know layouts, only names, slot s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,28 +158,39 @@ class SlottedTier:
         return known
 
     def reserve(
-        self, names: Sequence[BlockName], space: Space, slot_bytes: int, epoch: int, timeout: float | None = None
+        self,
+        names: Sequence[BlockName],
+        space: Space,
+        slot_bytes: int,
+        epoch: int,
+        timeout: float | None = None,
+        *,
+        now: int,
     ) -> Reserved:
         """Take slots for the blocks that are not there; grows the tier, or evicts, as its budget allows.
 
-        names: from head to tail. slot_bytes: size of the slots. epoch: the purge epoch known to the caller. What is
-        placed must be published or abandoned. Raises BusyError, StorageError, NoSpaceError (the index is full).
+        names: from head to tail. slot_bytes: size of the slots. epoch: the purge epoch known to the caller. now: when
+        they were used, as for `touch`: only what was used before goes, so a sequence never evicts its own head. What
+        is placed must be published or abandoned. Raises BusyError, StorageError, NoSpaceError (the index is full).
         """
         total = Reserved(left=list(names))
-        evict = not self._grower.may_grow(slot_bytes)
+        before = self._stamp_base + now - max((name.depth for name in names), default=0)
+        evict, afresh = not self._grower.may_grow(slot_bytes), False
         while total.left:
-            wants = total.left
-            candidates = self._candidates(slot_bytes, len(wants), space) if evict else []
-            result = self.index.write(lambda txn: self._plan(txn, wants, space, slot_bytes, epoch, candidates), timeout)  # noqa: B023
+            cold = self._candidates(slot_bytes, len(total.left), space, afresh) if evict else []
+            kept = {entry.ref for entry in total.known}
+            candidates = [one for one in cold if one.stamp < before and one.ref not in kept]
+            held: list[SlotRef] = []
+            result = self.index.write(self._plan(total.left, space, slot_bytes, epoch, candidates, held), timeout)
             self._begin(result.placed, space)
-            total.placed += result.placed
-            total.known += result.known
-            total.writing += result.writing
-            total.evicted += result.evicted
-            total.left, total.over_quota, total.free = result.left, result.over_quota, result.free
-            if evict or not total.left:
+            total.add(result)
+            if not evict:
+                evict = len(total.left) == total.over_quota or not self._grower.grow(slot_bytes, timeout)
+            elif afresh and not result.evicted and not held:
                 break
-            evict = len(total.left) == total.over_quota or not self._grower.grow(slot_bytes, timeout)
+            else:
+                self.touch(held, range(len(held), 0, -1), now)
+                afresh = True
         if total.evicted:
             self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
         if not evict and total.free * slot_bytes < self.limits.segment_bytes // AHEAD_SHARE:
@@ -209,7 +220,7 @@ class SlottedTier:
         published = self.index.write(lambda txn: reservation.publish(txn, self.owner, done, tombstones), timeout)
         if len(published) < len(done):
             kept = {placement.ref for placement in published}
-            self._forget([ref for ref in refs if ref not in kept])
+            self._forget([placement for placement, _ in done if placement.ref not in kept])
         return published
 
     def abandon(self, placements: Sequence[Placement]) -> None:
@@ -226,7 +237,7 @@ class SlottedTier:
 
         doom: blocks that are being written will be dropped when their owner publishes them.
         """
-        gone: list[SlotRef] = []
+        gone: list[Entry] = []
         for start in range(0, len(victims), 1024):
             batch = victims[start : start + 1024]
             gone += self.index.write(lambda txn: ledger.remove(txn, batch, doom=doom), timeout)  # noqa: B023
@@ -239,10 +250,10 @@ class SlottedTier:
     def discard(self, name: BlockName, entry: Entry, reason: str) -> None:
         """Remove one block that turned out bad, if it is still the one that was read. Never waits."""
 
-        def work(txn: Transaction) -> list[SlotRef]:
+        def work(txn: Transaction) -> list[Entry]:
             return ledger.remove(txn, [(name.index_key, entry.key)], entry.generation)
 
-        def told(done: Future[list[SlotRef]]) -> None:
+        def told(done: Future[list[Entry]]) -> None:
             if not done.cancelled() and done.exception() is None and done.result():
                 self.events.emit(Evicted(self.name, reason, 1))
 
@@ -295,26 +306,37 @@ class SlottedTier:
 
     def _plan(
         self,
-        txn: Transaction,
         names: Sequence[BlockName],
         space: Space,
         slot_bytes: int,
         epoch: int,
         candidates: Sequence[Candidate],
-    ) -> Reserved:
-        quota = self.quota(space.salt) if space.salt else None
-        siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
-        terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)
-        return reservation.reserve(txn, names, terms, candidates, self.spared_in(txn), self.arrays.generation)
+        held: list[SlotRef],
+    ) -> Callable[[Transaction], Reserved]:
+        """The work of one reservation. held: gets the candidates that a lease or a pin kept."""
 
-    def spared_in(self, txn: Transaction) -> Callable[[Candidate, Entry], bool]:
-        """Which victims must not be taken, as a transaction sees it: leased, pinned, or used since picked."""
+        def work(txn: Transaction) -> Reserved:
+            quota = self.quota(space.salt) if space.salt else None
+            siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
+            terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)
+            held.clear()
+            spared = self.spared_in(txn, held)
+            return reservation.reserve(txn, names, terms, candidates, spared, self.arrays.generation)
+
+        return work
+
+    def spared_in(self, txn: Transaction, held: list[SlotRef]) -> Callable[[Candidate, Entry], bool]:
+        """Which victims must not be taken, as a transaction sees it: leased, pinned, or used since picked.
+
+        held: gets those that a lease or a pin keeps.
+        """
         leased = ledger.leased_slots(txn, boottime_ns()) if self._respects_leases else {}
         pins = self.pins()
 
         def spared(candidate: Candidate, entry: Entry) -> bool:
             ref = candidate.ref
             if entry.key in pins or ref.slot in leased.get(ref.segment, ()):
+                held.append(ref)
                 return True
             return int(self.arrays.of(ref.segment).stamps[ref.slot]) != candidate.stamp
 
@@ -329,13 +351,17 @@ class SlottedTier:
             arrays.flags[slots] = 0
             arrays.generations[slots] = [placed[place].generation for place in places]
 
-    def _forget(self, refs: Iterable[SlotRef]) -> None:
-        for segment, (slots, _) in by_segment(list(refs)).items():
-            self.arrays.holding(segment, slots).stamps[slots] = 0
+    def _forget(self, gone: Sequence[Entry] | Sequence[Placement]) -> None:
+        """Clear the stamps of blocks that are gone, unless their slots have new owners already."""
+        for segment, (slots, places) in by_segment([one.ref for one in gone]).items():
+            arrays = self.arrays.holding(segment, slots)
+            for slot, place in zip(slots, places, strict=True):
+                if arrays.generations[slot] == gone[place].generation:
+                    arrays.stamps[slot] = 0
 
-    def _candidates(self, slot_bytes: int, needed: int, space: Space) -> list[Candidate]:
-        if space.salt and self.quota(space.salt) is not None:
-            with self.index.read() as txn:
-                own = namespaces.under_salt(txn, space.salt)
-            return self._cold.first_of(slot_bytes, needed, own)
-        return self._cold.take(slot_bytes, needed)
+    def _candidates(self, slot_bytes: int, needed: int, space: Space, afresh: bool) -> list[Candidate]:
+        if not space.salt or self.quota(space.salt) is None:
+            return self._cold.take(slot_bytes, needed, afresh=afresh)
+        with self.index.read() as txn:
+            own = namespaces.under_salt(txn, space.salt)
+        return self._cold.first_of(slot_bytes, needed, own)

@@ -28,14 +28,17 @@ class ColdSlots:
         self._pools: dict[int, list[Candidate]] = {}
         self._lock = threading.Lock()
 
-    def take(self, slot_bytes: int, needed: int) -> list[Candidate]:
-        """Twice as many candidates as needed, where there are so many, out of a pool that is filled again when low."""
+    def take(self, slot_bytes: int, needed: int, *, afresh: bool = False) -> list[Candidate]:
+        """Twice as many candidates as needed, where there are so many, out of a pool that is filled again when low.
+
+        afresh: not from what was picked before, of which much may have been used since.
+        """
         with self._lock:
             pool = self._pools.get(slot_bytes, [])
-            if len(pool) < 2 * needed:
+            if afresh or len(pool) < 2 * needed:
                 pool = self.pick(slot_bytes, needed, None)
             self._pools[slot_bytes] = pool[2 * needed :]
-            return pool[: 2 * needed]
+            return pool if afresh else pool[: 2 * needed]
 
     def first_of(self, slot_bytes: int, needed: int, namespaces: Sequence[int]) -> list[Candidate]:
         """Candidates of some namespaces, then all others: what a writer with a quota may evict."""
