@@ -7,8 +7,12 @@ from typing import Annotated
 
 import typer
 
+from kvstore.tools import bench
 from kvstore.tools.doctor import doctor
+from kvstore.tools.evict import evict
+from kvstore.tools.show import ls, stats
 from kvstore.tools.terminal import command
+from kvstore.tools.verify import verify
 
 app = typer.Typer(
     name="kvstore",
@@ -33,8 +37,16 @@ def _root(
     pass
 
 
-for _run in (doctor,):
-    app.command()(command(_run))
+app.command()(command(stats))
+app.command()(command(ls))
+app.command()(command(evict))
+app.command()(command(verify))
+app.command()(command(doctor))
+
+_bench = typer.Typer(name="bench", help="Figures, each beside its limit.", no_args_is_help=True, rich_markup_mode=None)
+_bench.command()(command(bench.tiers))
+_bench.command()(command(bench.index))
+app.add_typer(_bench)
 
 
 def main() -> None:

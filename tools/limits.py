@@ -7,6 +7,7 @@ a preallocated file filled with zeros, and ``fdatasync`` at the end of each batc
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -32,22 +33,45 @@ class Memory:
     """``size`` bytes, page-aligned and touched: anonymous, or the mapping of a file on tmpfs."""
 
     def __init__(self, size: int, folder: Path | None = None) -> None:
-        """folder: where a shared mapping's file lies (on tmpfs); None makes anonymous memory.
+        """folder: where a shared mapping's file lies (on tmpfs); None makes anonymous memory, in huge pages if it can.
 
         Raises PathError when the file cannot be allocated.
         """
         length = -(-size // PAGE) * PAGE
         if folder is None:
             self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
             self._map = _mapped(folder / f"limit-{secrets.token_hex(6)}", length)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.bytes[:] = 1
         self.bytes = self.bytes[:size]
 
-    def view(self, start: int, stop: int) -> memoryview:
-        """A writable view of some bytes, for preadv and pwritev."""
-        return memoryview(self._map)[start:stop]
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Some bytes, writable, for preadv and pwritev."""
+        return [memoryview(self._map)[start:stop]]
+
+
+class Pieces:
+    """Whole files on tmpfs, mapped, one behind the other: the very memory that a `ram` tier has."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._maps: list[mmap.mmap] = []
+        for path in files:
+            with path.open("r+b") as file:
+                self._maps.append(mmap.mmap(file.fileno(), 0))
+        self.size = sum(map(len, self._maps))
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Some bytes, writable, for preadv and pwritev."""
+        found: list[memoryview] = []
+        for piece in self._maps:
+            if start < len(piece) and stop > 0:
+                found.append(memoryview(piece)[max(start, 0) : min(stop, len(piece))])
+            start, stop = start - len(piece), stop - len(piece)
+        return found
 
 
 def _mapped(path: Path, length: int) -> mmap.mmap:
@@ -122,12 +146,12 @@ class RawFile:
             raise PathError(f"{size} bytes cannot be written in {folder}: {error}", "free some space") from error
 
     def write(
-        self, memory: Memory, block: int, pool: ThreadPoolExecutor, threads: int, batch: int | None = None
+        self, memory: Memory | Pieces, block: int, pool: ThreadPoolExecutor, threads: int, batch: int | None = None
     ) -> float:
         """Seconds to write the file from ``memory``, ``block`` bytes a call, ``fdatasync`` after each ``batch``."""
         return timed(lambda: self._batches(memory, block, pool, threads, batch or self.size))
 
-    def read(self, memory: Memory, block: int, pool: ThreadPoolExecutor, threads: int) -> float:
+    def read(self, memory: Memory | Pieces, block: int, pool: ThreadPoolExecutor, threads: int) -> float:
         """Seconds to read the file into ``memory``, ``block`` bytes a call."""
         if not self.direct:
             os.posix_fadvise(self._fd, 0, self.size, os.POSIX_FADV_DONTNEED)
@@ -136,11 +160,11 @@ class RawFile:
             for at in range(*span, block):
                 stop = min(at + block, span[1])
                 while at < stop:
-                    at += os.preadv(self._fd, [memory.view(at, stop)], at)
+                    at += os.preadv(self._fd, memory.views(at, stop), at)
 
         return timed(lambda: run_all(pool, work, shares(self.size, threads, block)))
 
-    def _batches(self, memory: Memory, block: int, pool: ThreadPoolExecutor, threads: int, batch: int) -> None:
+    def _batches(self, memory: Memory | Pieces, block: int, pool: ThreadPoolExecutor, threads: int, batch: int) -> None:
         for start in range(0, self.size, batch):
             stop = min(start + batch, self.size)
 
@@ -148,7 +172,7 @@ class RawFile:
                 for at in range(start + span[0], start + span[1], block):
                     end = min(at + block, start + span[1])
                     while at < end:
-                        at += os.pwritev(self._fd, [memory.view(at, end)], at)
+                        at += os.pwritev(self._fd, memory.views(at, end), at)
 
             run_all(pool, work, shares(stop - start, threads, block))
             os.fdatasync(self._fd)

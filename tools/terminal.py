@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvstore.errors import KVStoreError, NotFoundError
+from kvstore.errors import KVStoreError
 
 P = ParamSpec("P")
 INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
@@ -117,17 +117,6 @@ def _fail(text: str, code: int) -> NoReturn:
     with contextlib.suppress(BrokenPipeError):
         notes().print(text)
     raise typer.Exit(code) from None
-
-
-def existing(path: Path | None) -> Path:
-    """The directory a command works on. Raises NotFoundError when none is named or nothing is there."""
-    if path is None:
-        raise NotFoundError("no store was named", "pass --path DIRECTORY, or set KVSTORE_PATH")
-    if not path.is_dir():
-        raise NotFoundError(
-            f"there is no store at {path}", "check --path and KVSTORE_PATH; kvstore.open() makes a store"
-        )
-    return path
 
 
 def confirmed(question: str, yes: bool) -> bool:

@@ -1,0 +1,69 @@
+"""Every command has an example in its help, and every example runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from kvstore.tools.cli import app
+
+SMALLER: dict[str, list[str]] = {
+    "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
+    "bench tiers": ["--tokens", "256", "--pairs", "5"],
+}
+"""Arguments added to examples that would take minutes; the last of an option counts."""
+KEYS: dict[str, set[str]] = {
+    "bench index": {"match", "reserve_publish", "victims"},
+    "bench tiers": {"ram", "nvme"},
+}
+
+
+def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+ALL = dict(commands(get_command(app)))
+
+
+def example(command: Any) -> list[str]:
+    found = re.search(r"Example:\s+(kvstore .+)", command.help)
+    assert found is not None, "no example"
+    return shlex.split(found[1])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_has_an_example_and_json(name: str) -> None:
+    assert example(ALL[name])[0] == "kvstore"
+    assert " ".join(example(ALL[name])).startswith(f"kvstore {name}")
+    assert any("--json" in getattr(option, "opts", ()) for option in ALL[name].params)
+    assert all(getattr(option, "help", None) for option in ALL[name].params if option.name != "help"), name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_example_runs_and_its_json_is_one_object(made: Any, name: str) -> None:
+    words = [*example(ALL[name])[1:], *SMALLER.get(name, []), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.tools.cli", *words],
+        cwd=made.path.parent,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert KEYS.get(name, set()) <= set(json.loads(done.stdout))
+    assert [path.name for path in made.path.parent.iterdir()] == ["store"], "something was left behind"

@@ -1,0 +1,188 @@
+"""How close `ram` and `nvme` come to memory and disk: saves, loads, reads and writes beside the machine's own rates.
+
+Ours and the limit alternate in one process over the same number of bytes, with the same threads. What the store does
+besides moving bytes (keys, index, checksums, promotion) is in our time. Must not know models.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvstore
+from kvstore.errors import KVStoreError
+from kvstore.events import Event, Moved
+from kvstore.kv import HostKV
+from kvstore.layout import Layout
+from kvstore.settings import Settings
+from kvstore.sizes import MIB
+from kvstore.tools.media import Media
+from kvstore.tools.ratios import Paired, Target, alternate, figure, paired
+from kvstore.tools.scratch import scratch_store
+
+LAYERS, HEADS, DIM = 30, 3, 64
+"""SmolLM2-135M's: 46,080 bytes a token in float32."""
+SHARE = Target(0.8)
+CPU = Target(0.6, at_most=True)
+FLUSH_S = 120.0
+
+
+@dataclass(slots=True)
+class Moves:
+    """An observer that notes when the mover's batches began."""
+
+    begun: list[float] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Moved) and event.target == "nvme":
+            self.begun.append(time.perf_counter() - event.seconds)
+
+
+class Subject:
+    """A store, KV of ``tokens`` tokens to save, and a buffer to load into that is used again and again."""
+
+    def __init__(self, path: Path, tokens: int, nvme: bool) -> None:
+        self.layout = Layout.uniform(layers=LAYERS, heads=HEADS, k_dim=DIM)
+        self.tokens = tokens // self.layout.block_tokens * self.layout.block_tokens
+        self.bytes = self.tokens * self.layout.token_bytes()
+        budget = 3 * self.bytes + 256 * MIB
+        self.settings = Settings.resolve(path, ram=budget, nvme=budget if nvme else 0, hbm=0)
+        self.moves = Moves()
+        self.store = kvstore.open(path, settings=self.settings, observers=(self.moves,))
+        self.space = self.store.namespace(self.layout, label="bench")
+        shape = (LAYERS, 2, HEADS, self.tokens, DIM)
+        self._source = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32)
+        self._target = np.ones(shape, np.uint32)
+        self.source, self.target = HostKV.stacked(self.layout, self._source), HostKV.stacked(self.layout, self._target)
+        self._saved = 0
+        self.cpu: list[float] = []
+
+    def ids(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """Tokens of the last conversation that was saved."""
+        ids = np.arange(self.tokens, dtype=np.uint32)
+        ids[0] = self._saved
+        return ids
+
+    def save(self) -> float:
+        """Seconds of a save of blocks that no tier has, into slots that were used before."""
+        self.store.evict(everything=True)
+        self._saved += 1
+        ids = self.ids()
+        start = time.perf_counter()
+        saved = self.store.save(self.space, ids, self.source)
+        seconds = time.perf_counter() - start
+        self._expect(saved.new_blocks * self.layout.block_tokens, "saved")
+        return seconds
+
+    def load(self) -> float:
+        """Seconds of match and load of the last conversation, from where it is."""
+        ids = self.ids()
+        used = _cpu_seconds()
+        start = time.perf_counter()
+        loaded = self.store.load(self.store.match(self.space, ids), self.target)
+        seconds = time.perf_counter() - start
+        self.cpu.append((_cpu_seconds() - used) / (self.bytes / 1e9))
+        self._expect(loaded.tokens, "loaded")
+        return seconds
+
+    def read(self) -> float:
+        """Seconds of match and load with nothing in `ram`."""
+        self.store.evict(everything=True, tier="ram")
+        return self.load()
+
+    def write(self) -> float:
+        """Seconds from the beginning of the mover's first batch until everything saved is durable on `nvme`."""
+        self.moves.begun.clear()
+        self.save()
+        if not self.store.flush(FLUSH_S):
+            raise KVStoreError(
+                "the mover did not finish", "the disk is too slow for this benchmark: use fewer --tokens"
+            )
+        return time.perf_counter() - min(self.moves.begun)
+
+    def emptied(self, limit: Callable[[], float]) -> float:
+        """``limit``, with nothing in `ram`: it may use its slots."""
+        self.store.evict(everything=True, tier="ram")
+        return limit()
+
+    def check(self) -> None:
+        """Raises KVStoreError unless the last load gave the bytes that were saved."""
+        if not np.array_equal(self._source, self._target):
+            raise KVStoreError("a load gave other bytes than were saved", "this is a defect: report it")
+
+    def _expect(self, tokens: int, what: str) -> None:
+        if tokens != self.tokens:
+            problem = f"only {tokens} of {self.tokens} tokens were {what}"
+            raise KVStoreError(
+                problem, "another process fills the disk or tmpfs: free some space, or use fewer --tokens"
+            )
+
+
+def measure(tokens: int, pairs: int, folder: Path, step: Callable[[str, int, int | None], None]) -> dict[str, Any]:
+    """All figures. folder: on the disk to be measured; nothing stays there."""
+    found: dict[str, Paired] = {}
+
+    def compare(name: str, ours: Callable[[], float], limit: Callable[[], float]) -> None:
+        found[name] = paired(*alternate(ours, limit, pairs, lambda done: step(name, done, pairs)), SHARE)
+
+    with ExitStack() as stack:
+        subject, media = _made(stack, folder, tokens, nvme=False)
+        compare("ram.save_over_memcpy", subject.save, media.copy_in)
+        compare("ram.load_over_memcpy", subject.load, media.copy_out)
+        subject.check()
+    with ExitStack() as stack:
+        subject, media = _made(stack, folder, tokens, nvme=True)
+        private = {"raw_write_private": [media.raw_write() for _ in range(pairs)]}
+        private["raw_read_private"] = [media.raw_read() for _ in range(pairs)]
+        subject.write()
+        media.use_slots()
+        compare("nvme.write_over_raw", subject.write, lambda: subject.emptied(media.raw_write))
+        subject.write()
+        subject.cpu.clear()
+        compare("nvme.read_over_raw", subject.read, lambda: subject.emptied(media.raw_read))
+        subject.check()
+        cpu = figure(subject.cpu[1:], CPU)
+    size, settings = subject.bytes, subject.settings
+    figures = {name: both.to_dict() for name, both in found.items()} | {"nvme.cpu_s_per_gb_read": cpu.to_dict()}
+    shares: dict[str, dict[str, float]] = {"ram": {}, "nvme": {}}
+    for name, both in found.items():
+        tier, key = name.split(".")
+        shares[tier][key] = both.ratio.median
+    shares["nvme"]["cpu_s_per_gb_read"] = cpu.median
+    verdicts = {name: str(both.ratio.verdict) for name, both in found.items()}
+    return {
+        **shares,
+        "verdicts": verdicts | {"nvme.cpu_s_per_gb_read": str(cpu.verdict)},
+        "limits_gbps": {
+            "memcpy_in": size / figure(found["ram.save_over_memcpy"].limit).median / 1e9,
+            "memcpy_out": size / figure(found["ram.load_over_memcpy"].limit).median / 1e9,
+            "raw_write": size / figure(found["nvme.write_over_raw"].limit).median / 1e9,
+            "raw_read": size / figure(found["nvme.read_over_raw"].limit).median / 1e9,
+            **{name: size / figure(seconds).median / 1e9 for name, seconds in private.items()},
+        },
+        "bytes": size,
+        "pairs": pairs,
+        "o_direct": media.direct,
+        "copy_threads": settings.copy_threads,
+        "io_threads": settings.io_threads,
+        "figures": figures,
+    }
+
+
+def _made(stack: ExitStack, folder: Path, tokens: int, nvme: bool) -> tuple[Subject, Media]:
+    subject = Subject(stack.enter_context(scratch_store(folder)), tokens, nvme)
+    stack.callback(subject.store.close)
+    media = stack.enter_context(Media(subject.settings, subject.layout, subject.bytes))
+    return subject, media
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

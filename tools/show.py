@@ -1,0 +1,165 @@
+"""``kvstore stats`` and ``kvstore ls``: what a store holds and has done. Must not change anything."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvstore.listing import NamespaceUse, Prefix
+from kvstore.records import Usage
+from kvstore.sizes import format_size
+from kvstore.statistics import Stats
+from kvstore.tools import terminal
+from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
+
+SHOWN_TOKENS = 8
+ELLIPSIS = "…"
+
+
+def stats(path: terminal.PathOption = None, as_json: terminal.JsonOption = False) -> None:
+    """What each tier holds, and what all processes together were asked, served, and missed.
+
+    Example:
+
+        kvstore stats --path ./store
+    """
+    with standing_store(path) as store:
+        found = store.stats()
+    if as_json:
+        terminal.print_json(found.to_dict())
+    else:
+        _show_stats(found)
+
+
+def ls(
+    namespace: Annotated[str | None, typer.Argument(help="A label, or the beginning of a root.")] = None,
+    limit: Annotated[int, typer.Option(help="Sequences shown, the last used first; 0 for all.", min=0)] = 50,
+    path: terminal.PathOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """List namespaces; with one named, its stored sequences with their first tokens.
+
+    Example:
+
+        kvstore ls --path ./store
+    """
+    with standing_store(path) as store:
+        if namespace is None:
+            uses = store.namespaces()
+        else:
+            use = find_namespace(store, namespace)
+            found = store.prefixes(use.record.root)
+            shown = found[: limit or len(found)]
+    if namespace is None:
+        _show_namespaces(uses, as_json)
+    else:
+        _show_prefixes(use, shown, len(found), as_json)
+
+
+def _show_stats(found: Stats) -> None:
+    out = terminal.console()
+    rows = [
+        (
+            tier.name,
+            f"{tier.blocks:,}",
+            format_size(tier.used_bytes),
+            format_size(tier.allocated_bytes),
+            format_size(tier.budget_bytes),
+            f"{tier.slots - tier.free_slots:,} of {tier.slots:,}",
+            f"{format_size(tier.index_used_bytes)} of {format_size(tier.index_bytes)}",
+        )
+        for tier in found.tiers
+    ]
+    columns = ("tier", "blocks", "in blocks", "allocated", "budget", "slots", "index")
+    out.print(terminal.table(found.path, columns, rows, right=range(1, 7)))
+    asked = found.asked_tokens
+    served = [
+        (f"served from {tier}", f"{tokens:,}", _share(tokens, asked)) for tier, tokens in found.hit_tokens.items()
+    ]
+    served += [
+        (f"missed: {cause}", f"{tokens:,}", _share(tokens, asked)) for cause, tokens in found.miss_tokens.items()
+    ]
+    out.print(terminal.table(f"{asked:,} tokens asked for", ("", "tokens", "share"), served, right=(1, 2)))
+    paused = ", paused after faults of the disk" if found.mover_paused else ""
+    out.print(f"{found.processes} processes, {found.namespaces} namespaces, {found.names} names")
+    out.print(f"Waiting to be written to nvme: {found.mover_blocks} blocks, {format_size(found.mover_bytes)}{paused}")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _show_namespaces(uses: list[NamespaceUse], as_json: bool) -> None:
+    if as_json:
+        terminal.print_json({"namespaces": [_namespace(use) for use in uses]})
+        return
+    tiers = sorted({tier for use in uses for tier in use.by_tier}, reverse=True)
+    rows = [
+        (
+            use.record.root.hex()[:ID_DIGITS],
+            use.record.label,
+            "salted" if use.record.salt else "",
+            *(_used(use.by_tier.get(tier, Usage())) for tier in tiers),
+        )
+        for use in uses
+    ]
+    columns = ("root", "label", "", *tiers)
+    terminal.console().print(terminal.table("Namespaces", columns, rows, right=range(3, len(columns))))
+
+
+def _used(usage: Usage) -> str:
+    return f"{usage.blocks:,} blocks, {format_size(usage.size)}"
+
+
+def _namespace(use: NamespaceUse) -> dict[str, Any]:
+    record = use.record
+    return {
+        "root": record.root.hex(),
+        "label": record.label,
+        "salt": record.salt.hex(),
+        "created": record.created,
+        "ttl": record.ttl,
+        "block_tokens": use.layout.block_tokens,
+        "token_bytes": use.layout.token_bytes(),
+        "tiers": {tier: {"blocks": usage.blocks, "bytes": usage.size} for tier, usage in use.by_tier.items()},
+    }
+
+
+def _show_prefixes(use: NamespaceUse, shown: list[Prefix], total: int, as_json: bool) -> None:
+    if as_json:
+        listed = [
+            {
+                "key": prefix.key.hex(),
+                "tokens": prefix.tokens,
+                "first_tokens": list(prefix.first_tokens),
+                "whole": prefix.whole,
+                "idle_s": prefix.idle_s,
+                "blocks": dict(prefix.by_tier),
+            }
+            for prefix in shown
+        ]
+        terminal.print_json({"namespace": _namespace(use), "total": total, "prefixes": listed})
+        return
+    rows = [
+        (
+            prefix.key.hex()[:ID_DIGITS],
+            f"{prefix.tokens:,}",
+            ", ".join(f"{tier} {count}" for tier, count in prefix.by_tier.items()),
+            f"{prefix.idle_s:,.0f} s ago",
+            _first(prefix),
+        )
+        for prefix in shown
+    ]
+    columns = ("key", "tokens", "blocks", "used", "first tokens")
+    title = f"{use.record.label or use.record.root.hex()[:ID_DIGITS]}: {total} sequences"
+    terminal.console().print(terminal.table(title, columns, rows, right=(1, 3)))
+    if total > len(shown):
+        terminal.say(f"{total - len(shown)} more: --limit 0 shows all")
+
+
+def _first(prefix: Prefix) -> str:
+    if not prefix.first_tokens:
+        return "(its beginning was evicted)"
+    listed = ",".join(map(str, prefix.first_tokens[:SHOWN_TOKENS]))
+    return listed + (f",{ELLIPSIS}" if prefix.tokens > SHOWN_TOKENS else "")

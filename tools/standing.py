@@ -1,0 +1,140 @@
+"""A store that stands already, opened as it is: with the budgets it was given, without making anything new.
+
+Commands that look after a store must not change it by opening it: default settings would shrink or grow its budgets.
+Also how people name a namespace or a stored sequence. Must not know what a command does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import kvstore
+from kvstore import superblock
+from kvstore.errors import AmbiguousError, FormatError, NotFoundError, OwnershipError, PathError, TokenError
+from kvstore.identity import Tokens, as_tokens
+from kvstore.index import Database, Index
+from kvstore.listing import NamespaceUse, Prefix
+from kvstore.match import Match, Namespace
+from kvstore.records import Entry, key_tokens
+from kvstore.settings import Settings
+from kvstore.store import Store
+from kvstore.tiers import segments
+from kvstore.tiers.opening import SUPERBLOCK, Superblock
+
+_PARENT, _SHORT = slice(12, 20), 8
+ID_DIGITS = 12
+"""Hexadecimal digits of a root or a key that listings show."""
+
+
+@contextmanager
+def standing_store(path: Path | None) -> Iterator[Store]:
+    """The store at ``path``, or where the settings say, opened with its own budgets.
+
+    Raises NotFoundError where there is none, SettingsError where none is named, and what `kvstore.open` raises.
+    """
+    settings = Settings.resolve(path)
+    where = settings.path
+    if not where.is_dir():
+        raise NotFoundError(
+            f"there is no store at {where}", "check --path and KVSTORE_PATH; kvstore.open() makes a store"
+        )
+    try:
+        present = (where / superblock.SUPERBLOCK).is_file()
+    except PermissionError as error:
+        raise OwnershipError(f"{where} cannot be read by this user", "run as the user the store belongs to") from error
+    if not present:
+        raise FormatError(f"{where} is not a store", "check --path and KVSTORE_PATH; kvstore.open() makes a store")
+    superblock.prepare_directory(where)
+    nvme = _budget(where / "nvme", durable=True) or 0
+    ram = _budget(settings.ram_directory / superblock.ram_name(where, superblock.store_id(where)), durable=False)
+    with kvstore.open(path, ram=ram or settings.ram, nvme=nvme, hbm=0) as store:
+        yield store
+
+
+def _budget(directory: Path, durable: bool) -> int | None:
+    """The budget that a tier's index has on record; None where there is no such tier."""
+    block = directory / SUPERBLOCK
+    if not block.is_file():
+        return None
+    try:
+        size = Superblock.unpack(block.read_bytes(), block).index_bytes
+    except OSError as error:
+        raise PathError(f"{block} cannot be read: {error.strerror}", "run as the user the store belongs to") from error
+    index = Index(directory / "index", size, durable=durable, name=directory.name)
+    try:
+        with index.read() as txn:
+            return segments.get_number(txn, segments.BUDGET) or None
+    finally:
+        index.close()
+
+
+def find_namespace(store: Store, name: str) -> NamespaceUse:
+    """The namespace with a label, or whose root begins with ``name``. Raises NotFoundError, AmbiguousError."""
+    known = store.namespaces()
+    found = [use for use in known if use.record.label == name] or [
+        use for use in known if name and use.record.root.hex().startswith(name.lower())
+    ]
+    if not found:
+        names = ", ".join(sorted({use.record.label or use.record.root.hex()[:ID_DIGITS] for use in known})) or "none"
+        raise NotFoundError(f"the store has no namespace {name!r}", f"it has: {names}")
+    if len(found) > 1:
+        roots = ", ".join(use.record.root.hex()[:ID_DIGITS] for use in found)
+        raise AmbiguousError(f"{name!r} names {len(found)} namespaces", f"use the beginning of a root: {roots}")
+    return found[0]
+
+
+def find_prefix(store: Store, use: NamespaceUse, name: str) -> Match:
+    """The stored sequence that begins with tokens (``1,2,3``), or whose key begins with ``name``.
+
+    Raises NotFoundError, AmbiguousError, TokenError.
+    """
+    space = Namespace(use.layout, use.record.root, use.record)
+    if "," in name:
+        tokens = _tokens(name)
+        match = store.match(space, tokens)
+        if match.tokens < len(tokens):
+            problem = f"only {match.tokens} of these {len(tokens)} tokens are stored"
+            raise NotFoundError(problem, "kvstore ls NAMESPACE lists what is there")
+        return match
+    found = [prefix for prefix in store.prefixes(use.record.root) if prefix.key.hex().startswith(name.lower())]
+    if not found:
+        raise NotFoundError(
+            f"no stored sequence has a key that begins with {name!r}", "kvstore ls NAMESPACE lists them"
+        )
+    if len(found) > 1:
+        raise AmbiguousError(f"{name!r} begins {len(found)} keys", "use more digits")
+    tokens = _walk_up(store, found[0])
+    match = store.match(space, tokens)
+    if match.tokens < len(tokens):
+        problem = f"the sequence {name!r} is not whole: it has {len(tokens)} tokens, {match.tokens} are found"
+        raise NotFoundError(problem, "name it by its first tokens instead, or evict the namespace")
+    return match
+
+
+def _walk_up(store: Store, prefix: Prefix) -> Tokens:
+    """All tokens of a listed sequence, block by block from its last to its first."""
+    pieces: dict[bytes, tuple[bytes, bytes]] = {}
+    for tier in store._core.tiers:
+        with tier.index.read() as txn:
+            for index_key, raw in txn.scan(Database.BLOCKS):
+                entry = Entry.unpack(raw)
+                pieces[entry.key[:_SHORT]] = index_key[_PARENT], key_tokens(index_key, entry)
+    found: list[bytes] = []
+    short = prefix.key[:_SHORT]
+    while short in pieces:
+        short, tokens = pieces.pop(short)
+        found.append(tokens)
+    return as_tokens(np.frombuffer(b"".join(reversed(found)), ">u4"))
+
+
+def _tokens(text: str) -> Tokens:
+    try:
+        return as_tokens([int(number) for number in text.split(",") if number.strip()])
+    except ValueError as error:
+        raise TokenError(
+            f"{text!r} is not a list of token ids", "write them as kvstore ls shows them: 1,2,3"
+        ) from error
