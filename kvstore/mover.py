@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Events, Fault, Moved, Notice, Skipped
-from kvstore.policy import CLEAN
+from kvstore.policy import CLEAN, REFUSED
 from kvstore.purge import PurgeLog
 from kvstore.records import BlockName, Entry, NamespaceRecord
 from kvstore.slots import SlotRef
@@ -159,6 +159,7 @@ class Mover:
         if reserved.left:
             reason = "quota" if reserved.over_quota else "full"
             self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
+            self._mark([moves[name.index_key] for name in reserved.left], REFUSED)
         pairs = [(placement, moves[placement.name.index_key]) for placement in reserved.placed]
         try:
             done = self._write(pairs, first.slot_bytes)
@@ -170,7 +171,7 @@ class Mover:
         kept = {placement.ref for placement in published}
         self._nvme.abandon([placement for placement, _ in pairs if placement.ref not in kept])
         clean = {placement.name.key for placement in published} | {entry.key for entry in reserved.known}
-        self._mark_clean([move for move in batch if move.name.key in clean])
+        self._mark([move for move in batch if move.name.key in clean], CLEAN)
         size = len(published) * first.payload_bytes
         if published:
             seconds = time.perf_counter() - began
@@ -189,10 +190,10 @@ class Mover:
         same = self._ram.unchanged([move.entry for _, move in pairs])
         return [(placement, move.entry.checksum) for (placement, move), ok in zip(pairs, same, strict=True) if ok]
 
-    def _mark_clean(self, moves: list[Move]) -> None:
+    def _mark(self, moves: list[Move], flag: int) -> None:
         same = self._ram.unchanged([move.entry for move in moves])
         refs: list[SlotRef] = [move.entry.ref for move, ok in zip(moves, same, strict=True) if ok]
-        self._ram.flag(refs, CLEAN)
+        self._ram.flag(refs, flag)
 
     def _fault(self, error: KVStoreError, blocks: int) -> None:
         self._events.emit(Fault(self._nvme.name, "move", error.problem))

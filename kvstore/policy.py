@@ -22,6 +22,9 @@ Policy: TypeAlias = Callable[[Stamps, Flags, int], Order]
 CLEAN = 1
 """Flag of a slot whose block is also in the tier below."""
 
+REFUSED = 2
+"""Flag of a slot whose block the tier below had no room for: it is not offered again."""
+
 COLD_SHARE = 64
 """The coldest 1/64 is looked at in one go, so that the cost of a scan is shared by many evictions."""
 

@@ -9,7 +9,7 @@ from kvstore.host import boottime_ns
 from kvstore.index import Database
 from kvstore.layout import Layout
 from kvstore.mover import Move
-from kvstore.policy import CLEAN
+from kvstore.policy import CLEAN, REFUSED
 from kvstore.records import BlockName, Entry, NamespaceRecord, key_part, slot_key
 from kvstore.slots import SlotRef
 from kvstore.states import State
@@ -42,7 +42,7 @@ def _dirty(ram: RamTier, most: int) -> list[SlotRef]:
     for segment in ram.segment_list():
         arrays = ram.arrays.of(segment.number)
         stamps, flags = arrays.stamps[: segment.slots], arrays.flags[: segment.slots]
-        for slot in np.flatnonzero((stamps > 0) & ((flags & CLEAN) == 0)).tolist():
+        for slot in np.flatnonzero((stamps > 0) & ((flags & (CLEAN | REFUSED)) == 0)).tolist():
             found.append((int(stamps[slot]), SlotRef(segment.number, slot)))
     return [ref for _, ref in sorted(found)[:most]]
 

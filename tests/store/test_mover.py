@@ -1,0 +1,78 @@
+"""What waits in `ram` gets to `nvme`, once, and what cannot is not tried for ever."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.events import Event, Moved, Skipped
+from kvstore.kv import HostKV
+from kvstore.layout import Layout
+from kvstore.policy import CLEAN, REFUSED
+from kvstore.rescan import dirty_moves
+
+LAYOUT = Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
+
+
+@pytest.fixture
+def ram_directory() -> Iterator[Path]:
+    """A directory on tmpfs of the test's own."""
+    path = Path("/dev/shm") / f"kvstore-test-{uuid.uuid4().hex}"
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
+def open_store(path: Path, ram_directory: Path, **settings: Any) -> kvstore.store.Store:
+    given = {"ram": "8MiB", "nvme": "16MiB", "ram_segment_bytes": "1MiB", "nvme_segment_bytes": "2MiB"}
+    return kvstore.open(path / "store", ram_directory=ram_directory, **(given | settings))
+
+
+def save(store: kvstore.store.Store, space: Any, seed: int, blocks: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 50_000, blocks * 16)
+    kv = HostKV.stacked(LAYOUT, rng.standard_normal((2, 2, 2, blocks * 16, 16)).astype(np.float32))
+    assert store.save(space, tokens, kv).new_blocks == blocks
+    return tokens
+
+
+def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, ram_directory: Path) -> None:
+    told: list[Event] = []
+    with open_store(tmp_path, ram_directory, mover_batch_bytes="64KiB", mover_queue_bytes="64KiB") as store:
+        store.events.subscribe(told.append)
+        tokens = save(store, store.namespace(LAYOUT), 1, 60)
+        assert any(isinstance(event, Skipped) and event.reason == "queue full" for event in told)
+        deadline = time.monotonic() + 30
+        while dirty_moves(store._core.ram, 1) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        store.evict(everything=True, tier="ram")
+        assert store.match(store.namespace(LAYOUT), tokens).by_tier == {"nvme": 60 * 16}
+
+
+def test_what_a_quota_keeps_out_of_nvme_is_not_offered_again(tmp_path: Path, ram_directory: Path) -> None:
+    told: list[Event] = []
+    with open_store(tmp_path, ram_directory) as store:
+        store.set_quota("tenant", nvme=10 * 12288)
+        store.events.subscribe(told.append)
+        save(store, store.namespace(LAYOUT, salt="tenant"), 2, 30)
+        assert store.flush(10)
+        deadline = time.monotonic() + 10
+        while dirty_moves(store._core.ram, 100) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert dirty_moves(store._core.ram, 100) == []
+        flags = [store._core.ram.arrays.of(s.number).flags[: s.slots] for s in store._core.ram.segment_list()]
+        marks = np.concatenate(flags)
+        assert np.count_nonzero(marks == CLEAN) == 10
+        assert np.count_nonzero(marks == REFUSED) == 20
+        refused = [event.blocks for event in told if isinstance(event, Skipped) and event.reason == "quota"]
+        assert sum(refused) == 20
+        assert sum(event.blocks for event in told if isinstance(event, Moved)) == 10
+        assert store.verify().ok
