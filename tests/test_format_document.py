@@ -164,7 +164,7 @@ def meta_keys() -> list[str]:
 
 def test_every_meta_key_of_the_code_is_documented() -> None:
     whole = [
-        *(segments.ALLOCATED, segments.BUDGET, segments.FIXED, slotted.STAMP_BASE, core.BOOT),
+        *(segments.ALLOCATED, segments.BUDGET, segments.FIXED, segments.NEXT, slotted.STAMP_BASE, core.BOOT),
         *(purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH),
     ]
     prefixes = [quotas._PREFIX, keeper.COUNTER]
