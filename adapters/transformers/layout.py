@@ -1,0 +1,166 @@
+"""The layout of a model in its present state: what the bytes of its cache mean.
+
+Shapes and dtype are those that a short forward leaves in a real cache, which also shows that the model is causal.
+Must not know the store, tokens or `generate`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from inspect import signature as signature_of
+from threading import Lock
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvstore.adapters.transformers import allow
+from kvstore.adapters.transformers.digest import Signature, Watch, adapters_digest, config_digest, weights_digest
+from kvstore.errors import UnsupportedError
+from kvstore.layout import DTYPE_BYTES, LayerShape, Layout, default_block_tokens
+
+PROBE_TOKENS = 8
+NOT_CAUSAL = 0.05
+"""Mean difference, relative to the mean, above which a token's KV counts as changed by what follows it."""
+
+_KEPT = 8
+
+
+class Refused(UnsupportedError):
+    """The model must run uncached; ``reason`` is one of `allow.REASONS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"kvstore leaves this model alone ({reason}): {allow.explain(reason)}", "it runs uncached")
+        self.reason = reason
+
+
+class ModelLayout:
+    """Follows one model's layout through changes of its weights and adapters. May be used from several threads."""
+
+    def __init__(self, model: Any, block_tokens: int | None = None) -> None:
+        self.model = model
+        self.cache_name = cache_argument(model)
+        self._block_tokens = block_tokens
+        self._watch = Watch(model)
+        self._lock = Lock()
+        self._known: OrderedDict[tuple[Signature, str], Layout] = OrderedDict()
+        self._refused: tuple[str, str | None] = ("", None)
+        self._shapes: tuple[tuple[LayerShape, ...], torch.dtype] | None = None
+
+    def current(self) -> tuple[Layout, object]:
+        """The present layout, and a stamp for `unchanged`. Raises Refused.
+
+        Takes one or two milliseconds while nothing changed; new weights or adapters are read in full.
+        """
+        with self._lock:
+            digest = config_digest(self.model.config)
+            if self._refused[0] != digest:
+                self._refused = digest, allow.refuse_model(self.model)
+            reason = self._refused[1] or allow.refuse_state(self.model)
+            if reason:
+                raise Refused(reason)
+            if self._shapes is None:
+                self._shapes = self._probe()
+            stamp = self._watch.signature(), digest
+            if stamp not in self._known:
+                self._known[stamp] = self._describe(digest)
+                while len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+            return self._known[stamp], stamp
+
+    def unchanged(self, stamp: object) -> bool:
+        """Whether weights, adapters and configuration are still those of ``stamp``."""
+        with self._lock:
+            return (self._watch.signature(), config_digest(self.model.config)) == stamp
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The cache's dtype. Only after `current`."""
+        assert self._shapes is not None
+        return self._shapes[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's weights are."""
+        device: torch.device = self.model.device
+        return device
+
+    def _describe(self, digest: str) -> Layout:
+        assert self._shapes is not None
+        shapes, dtype = self._shapes
+        name = dtype_name(dtype)
+        rope = json.dumps(getattr(self.model.config, "rope_parameters", None), sort_keys=True, default=str)
+        traits = {
+            "engine": "transformers " + ".".join(transformers.__version__.split(".")[:2]),
+            "config": digest,
+            "weights": weights_digest(self.model),
+            "adapters": adapters_digest(self.model),
+            "rope": rope,
+        }
+        block = self._block_tokens or default_block_tokens([shapes], name)
+        return Layout(name, (shapes,), block, tuple(traits.items()))
+
+    def _probe(self) -> tuple[tuple[LayerShape, ...], torch.dtype]:
+        """Shapes and dtype of the cache that the model fills. Raises Refused."""
+        vocabulary = int(getattr(self.model.config, "vocab_size", PROBE_TOKENS))
+        ids = torch.arange(1, PROBE_TOKENS + 1, device=self.device)[None] % vocabulary
+        long, short = self._run(ids), self._run(ids[:, : PROBE_TOKENS // 2])
+        shapes = []
+        dtypes = set()
+        for layer, part in zip(long.layers, short.layers, strict=True):
+            if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
+                raise Refused("cache-kind")
+            keys, values = layer.keys, layer.values
+            heads = keys.shape[1] if keys.dim() == 4 else 0
+            if any(side.dim() != 4 or side.shape[:3] != (1, heads, PROBE_TOKENS) for side in (keys, values)):
+                raise Refused("cache-kind")
+            if _differs(keys, part.keys) or _differs(values, part.values):
+                raise Refused("not-causal")
+            shapes.append(LayerShape(heads, keys.shape[3], values.shape[3]))
+            dtypes |= {keys.dtype, values.dtype}
+        if len(dtypes) != 1 or dtype_name(next(iter(dtypes))) not in DTYPE_BYTES:
+            raise Refused("dtype")
+        return tuple(shapes), dtypes.pop()
+
+    def _run(self, ids: torch.Tensor) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config)
+        with torch.no_grad(), torch.inference_mode(False):
+            self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache})
+        if not cache.layers or cache.get_seq_length() != ids.shape[1]:
+            raise Refused("cache-kind")
+        return cache
+
+
+def cache_argument(model: Any) -> str:
+    """The name of the forward's cache argument: ``past_key_values`` up to transformers 5.20, then ``cache``."""
+    names = signature_of(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), "past_key_values")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside PEFT's and torch.compile's wrappers. Raises Refused for learned prompts."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            configs = model.peft_config.values() if hasattr(model.peft_config, "values") else []
+            if any(getattr(config, "is_prompt_learning", False) for config in configs):
+                raise Refused("prompt-learning")
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _differs(whole: torch.Tensor, part: torch.Tensor | None) -> bool:
+    if part is None:
+        return True
+    front = whole[:, :, : part.shape[2]].float()
+    scale = float(front.abs().mean()) or 1.0
+    return not float((front - part.float()).abs().mean()) <= NOT_CAUSAL * scale
