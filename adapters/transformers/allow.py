@@ -38,6 +38,7 @@ REASONS: Mapping[str, str] = {
     "layer-kind": "some layers are of a kind that is not known",
     "not-causal": "a token's KV changed when tokens were added behind it",
     "cache-kind": "the model does not fill a plain cache",
+    "probe": "a short forward of the model failed",
     "dtype": "the cache's dtype cannot be stored",
     "several-devices": "the model is spread over several devices",
     "sharded": "the model's weights are sharded tensors",
@@ -75,8 +76,21 @@ REASONS: Mapping[str, str] = {
 """Every reason code, and what it means for people."""
 
 _NEUTRAL_INPUTS = frozenset(
-    """input_ids attention_mask position_ids cache past_key_values cache_position use_cache logits_to_keep return_dict
-    output_attentions output_hidden_states inputs_embeds is_first_iteration""".split()
+    [
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "cache",
+        "past_key_values",
+        "cache_position",
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "inputs_embeds",
+        "is_first_iteration",
+    ]
 )
 _MODES: Mapping[str, str] = {
     "greedy_search": "",

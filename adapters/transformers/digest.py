@@ -22,12 +22,41 @@ _SAMPLES = 8
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 _NAMES_ONLY = frozenset(
-    """_name_or_path name_or_path transformers_version architectures dtype torch_dtype auto_map id2label label2id
-    num_labels problem_type finetuning_task task_specific_params use_cache return_dict return_dict_in_generate
-    output_attentions output_hidden_states output_scores bos_token_id eos_token_id pad_token_id sep_token_id
-    decoder_start_token_id forced_bos_token_id forced_eos_token_id tokenizer_class chunk_size_feed_forward
-    _attn_implementation _attn_implementation_internal attn_implementation _experts_implementation
-    experts_implementation""".split()
+    [
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "auto_map",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "use_cache",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "tokenizer_class",
+        "chunk_size_feed_forward",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "attn_implementation",
+        "_experts_implementation",
+        "experts_implementation",
+    ]
 )
 """Entries of a configuration that name things, or choose among kernels, and do not change what KV means."""
 

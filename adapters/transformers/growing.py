@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
         """Whether what this layer holds is the front of its stack."""
         if self._generation != self.stack.generation or self.keys is None:
             return False
-        return (self.keys is self._own[0] and self.values is self._own[1]) or self._is_front()
+        return self._is_own() or self._is_front()
 
     def reset(self) -> None:
         """Hold nothing; the buffer stays."""
@@ -99,6 +99,10 @@ class GrowingLayer(DynamicLayer):
         self._generation = stack.generation
         return tokens
 
+    def _is_own(self) -> bool:
+        """Whether nobody has replaced keys and values since this layer set them."""
+        return self.keys is self._own[0] and self.values is self._own[1]
+
     def _is_front(self) -> bool:
         """Whether keys and values are the first tokens of the buffer, as after a crop."""
         for side, whole in ((self.keys, self.stack.keys), (self.values, self.stack.values)):
@@ -116,9 +120,8 @@ class GrowingLayer(DynamicLayer):
         """Whether the new states, and what is held, can be kept in the stack."""
         shape = self.stack.shapes[self.index]
         pairs = [(key_states, shape.k_dim), (value_states, shape.v_dim)]
-        if self.is_initialized and self.keys is not None and self.values is not None and self.keys.numel():
-            if self.keys is not self._own[0] or self.values is not self._own[1]:
-                pairs += [(self.keys, shape.k_dim), (self.values, shape.v_dim)]
+        if self.keys is not None and self.values is not None and self.keys.numel() and not self._is_own():
+            pairs += [(self.keys, shape.k_dim), (self.values, shape.v_dim)]
         return all(
             side.dtype == self.stack.dtype
             and side.device == self.stack.device

@@ -42,7 +42,7 @@ class ModelLayout:
     def __init__(self, model: Any, block_tokens: int | None = None) -> None:
         self.model = model
         self.cache_name = cache_argument(model)
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._watch = Watch(model)
         self._lock = Lock()
         self._known: OrderedDict[tuple[Signature, str], Layout] = OrderedDict()
@@ -99,7 +99,7 @@ class ModelLayout:
             "adapters": adapters_digest(self.model),
             "rope": rope,
         }
-        block = self._block_tokens or default_block_tokens([shapes], name)
+        block = self.block_tokens or default_block_tokens([shapes], name)
         return Layout(name, (shapes,), block, tuple(traits.items()))
 
     def _probe(self) -> tuple[tuple[LayerShape, ...], torch.dtype]:
@@ -126,8 +126,11 @@ class ModelLayout:
 
     def _run(self, ids: torch.Tensor) -> DynamicCache:
         cache = DynamicCache(config=self.model.config)
-        with torch.no_grad(), torch.inference_mode(False):
-            self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache})
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches gradients on
+            try:
+                self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache})
+            except Exception as error:
+                raise Refused("probe") from error
         if not cache.layers or cache.get_seq_length() != ids.shape[1]:
             raise Refused("cache-kind")
         return cache

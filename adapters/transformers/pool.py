@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -92,10 +93,8 @@ def populate(array: npt.NDArray[np.uint8]) -> None:
 
 def _mapping(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size)
-    try:
+    with suppress(OSError):  # a kernel without transparent huge pages: small pages work as well
         block.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without transparent huge pages: small pages work as well
     return block
 
 

@@ -1,0 +1,57 @@
+"""Saves in the background: one thread, a bounded queue, and nothing that a request waits for unless it must.
+
+Whoever submits work promises that the memory stays as it is until the work is done. Must not know models or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
+
+from kvstore.events import Events, Fault, Skipped
+
+PENDING = 8
+"""Saves that may wait. Each holds a request's buffer, so they bound memory."""
+
+
+class Saver:
+    """One worker thread. At the interpreter's exit it finishes what was submitted."""
+
+    def __init__(self, events: Events, pending: int = PENDING) -> None:
+        self._events = events
+        self._room = pending
+        self._lock = Lock()
+        self._waiting: set[Future[None]] = set()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
+
+    def submit(self, work: Callable[[], object], blocks: int) -> Future[None] | None:
+        """Do ``work``, which saves about ``blocks`` blocks, soon; None where too much waits already: no save."""
+        with self._lock:
+            if len(self._waiting) < self._room:
+                future = self._worker.submit(self._do, work)
+                self._waiting.add(future)
+                future.add_done_callback(self._done)
+                return future
+        self._events.emit(Skipped("ram", "busy", blocks))
+        return None
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything submitted is done; False where ``timeout`` seconds were not enough."""
+        with self._lock:
+            waiting = set(self._waiting)
+        return not wait(waiting, timeout).not_done
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        self._worker.shutdown(wait=True)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  a store that fails costs the save, never the request
+            self._events.emit(Fault("adapter", "save", repr(error)))
+
+    def _done(self, future: Future[None]) -> None:
+        with self._lock:
+            self._waiting.discard(future)
