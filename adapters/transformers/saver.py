@@ -28,13 +28,14 @@ class Saver:
     def submit(self, work: Callable[[], object], blocks: int) -> Future[None] | None:
         """Do ``work``, which saves about ``blocks`` blocks, soon; None where too much waits already: no save."""
         with self._lock:
-            if len(self._waiting) < self._room:
-                future = self._worker.submit(self._do, work)
+            future = self._worker.submit(self._do, work) if len(self._waiting) < self._room else None
+            if future is not None:
                 self._waiting.add(future)
-                future.add_done_callback(self._done)
-                return future
-        self._events.emit(Skipped("ram", "busy", blocks))
-        return None
+        if future is None:
+            self._events.emit(Skipped("ram", "busy", blocks))
+        else:
+            future.add_done_callback(self._done)  # not under the lock: it runs at once where the work is done already
+        return future
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything submitted is done; False where ``timeout`` seconds were not enough."""
