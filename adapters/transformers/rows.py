@@ -81,19 +81,20 @@ def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stac
     At least one column is always left: a model given a cache of the whole prompt has nothing to run. Less than
     ``least`` columns are not worth a load. Rows that are alike are loaded once; padding is cleared.
     """
-    found = {
-        index: store.match(space, rows.tokens[index], rows.columns - 1 - rows.pads[index]) for index in rows.distinct()
-    }
+    found = {}
+    for index in rows.distinct():
+        most = rows.columns - 1 - rows.pads[index]
+        found[index] = store.match(space, rows.tokens[index], limit=most)
     cut = min(rows.pads[index] + match.tokens for index, match in found.items())
     if cut < max(least, 1):
-        return 0
+        cut = 0
     for index, match in found.items():
-        wanted = cut - rows.pads[index]
-        if wanted <= 0:
-            continue
-        fitting = match if match.tokens == wanted else store.match(space, rows.tokens[index], wanted)
+        # Asked for also where nothing comes of it: loads count the hits and the misses.
+        wanted = max(0, cut - rows.pads[index])
+        fitting = match if match.tokens <= wanted else store.match(space, rows.tokens[index], limit=wanted)
         loaded = store.load(fitting, stack.row(layout, index, rows.pads[index]))
-        cut = min(cut, rows.pads[index] + loaded.tokens)
+        if wanted:
+            cut = min(cut, rows.pads[index] + loaded.tokens)
     for index, first in enumerate(rows.first_alike):
         if index != first:
             stack.copy_row(first, index, 0, cut)
