@@ -106,6 +106,14 @@ _MODES: Mapping[str, str] = {
 _OWN_MODULES = ("transformers.", "peft.", "accelerate.", "torch.", "kvstore.")
 
 
+_POSITIONS_FROM_MASK = frozenset({"bloom", "mpt", "opt"})
+
+
+def takes_positions_from_mask(model: Any) -> bool:
+    """Whether padding on the left changes nothing for a model that is given no position ids (ALiBi)."""
+    return getattr(model.config, "model_type", "") in _POSITIONS_FROM_MASK
+
+
 def explain(reason: str) -> str:
     """What a reason code means."""
     return REASONS[reason]
@@ -131,8 +139,6 @@ def refuse_model(model: Any) -> str | None:
 
 def refuse_state(model: Any) -> str | None:
     """Why the model in its present state must not be served; None where it may."""
-    if model.training:
-        return "training"
     if "prepare_inputs_for_generation" in vars(model):
         return "prompt-learning"
     if torch.is_autocast_enabled(model.device.type):
@@ -154,12 +160,14 @@ def refuse_state(model: Any) -> str | None:
                 devices.add(tensor.device)
     if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "several-devices"
-    return "mixed-adapters" if mixes_adapters(model) else None
+    if mixes_adapters(model):
+        return "mixed-adapters"
+    return "training" if model.training else None
 
 
 def resolve(model: Any, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> GenerationConfig:
     """The generation config that `generate` will use, on a copy: arguments, then ``given``, then the model's own."""
-    config = copy.deepcopy(model.generation_config)
+    config: GenerationConfig = copy.deepcopy(model.generation_config)
     for name, value in (given.to_dict() if given is not None else {}).items():
         if value is not None:
             setattr(config, name, value)
@@ -242,7 +250,8 @@ def _refuse_layers(model: Any, config: Any) -> str | None:
         return "shared-kv"
     if getattr(config, "index_topk", None) or getattr(config, "index_n_heads", None):
         return "indexer"
-    if getattr(config, "use_bidirectional_attention", False):
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if bidirectional or any(getattr(module, "is_causal", True) is False for module in model.modules()):
         return "not-causal"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     for kind, reason in (

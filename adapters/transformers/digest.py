@@ -161,7 +161,8 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
         data = data.reshape(1)
     flat = data.contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
-        digest.update(flat[start : start + _CHUNK].cpu().numpy())
+        part: Any = flat[start : start + _CHUNK].cpu().numpy()
+        digest.update(part)
     return digest.digest()
 
 

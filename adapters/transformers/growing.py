@@ -19,11 +19,11 @@ from kvstore.adapters.transformers.stack import Stack
 from kvstore.layout import LayerShape
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """Layer ``index`` of a `Stack`, for transformers' attention modules."""
 
     def __init__(self, stack: Stack, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stack = stack
         self.index = index
         self._generation = -1
@@ -172,8 +172,8 @@ def hold(cache: Cache, tokens: int) -> None:
 
 def stack_of(cache: Cache) -> Stack | None:
     """The stack that holds all of ``cache`` in its present form; None where some layer holds something else."""
-    layers = cache.layers
-    if not layers or not all(isinstance(layer, GrowingLayer) for layer in layers):
+    layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
+    if not layers or len(layers) < len(cache.layers):
         return None
     stack = layers[0].stack
     return stack if all(layer.stack is stack and layer.in_stack for layer in layers) else None

@@ -22,9 +22,6 @@ from kvstore.errors import UnsupportedError
 from kvstore.layout import DTYPE_BYTES, LayerShape, Layout, default_block_tokens
 
 PROBE_TOKENS = 8
-NOT_CAUSAL = 0.05
-"""Mean difference, relative to the mean, above which a token's KV counts as changed by what follows it."""
-
 _KEPT = 8
 
 
@@ -110,9 +107,11 @@ class ModelLayout:
         shapes = []
         dtypes = set()
         for layer, part in zip(long.layers, short.layers, strict=True):
-            if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
+            if type(layer) is not DynamicLayer or type(part) is not DynamicLayer:
                 raise Refused("cache-kind")
             keys, values = layer.keys, layer.values
+            if keys is None or values is None:
+                raise Refused("cache-kind")
             heads = keys.shape[1] if keys.dim() == 4 else 0
             if any(side.dim() != 4 or side.shape[:3] != (1, heads, PROBE_TOKENS) for side in (keys, values)):
                 raise Refused("cache-kind")
@@ -162,8 +161,10 @@ def unwrap(model: Any) -> Any:
 
 
 def _differs(whole: torch.Tensor, part: torch.Tensor | None) -> bool:
+    """Whether the first tokens changed by more than rounding, which is far below half the square root of epsilon."""
     if part is None:
         return True
     front = whole[:, :, : part.shape[2]].float()
     scale = float(front.abs().mean()) or 1.0
-    return not float((front - part.float()).abs().mean()) <= NOT_CAUSAL * scale
+    rounding = 0.5 * torch.finfo(whole.dtype).eps ** 0.5
+    return not float((front - part.float()).abs().mean()) <= rounding * scale

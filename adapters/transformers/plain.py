@@ -30,7 +30,8 @@ from kvstore.kv import KVBuffer
 from kvstore.layout import Layout
 
 if TYPE_CHECKING:
-    from kvstore.store import Saving, Store
+    from kvstore.saving import Saving
+    from kvstore.store import Store
 
 _pool = Pool()
 _lock = Lock()

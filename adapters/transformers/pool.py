@@ -79,7 +79,7 @@ class Pool:
 
 def populate(array: npt.NDArray[np.uint8]) -> None:
     """Fault the pages of ``array`` in; its contents are lost."""
-    block = array.base
+    block: Any = array.base
     if isinstance(block, memoryview):
         block = block.obj
     if isinstance(block, mmap.mmap):

@@ -18,7 +18,8 @@ from kvstore.identity import Tokens, as_tokens
 from kvstore.layout import Layout
 
 if TYPE_CHECKING:
-    from kvstore.store import Namespace, Store
+    from kvstore.match import Namespace
+    from kvstore.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ def left_pads(ids: torch.Tensor, mask: torch.Tensor | None) -> list[int] | str:
 
 
 def counts_from_zero(positions: torch.Tensor | None, pads: Sequence[int], columns: int) -> bool:
-    """Whether every row's first token has position 0, the next 1, and so on. None: the model counts columns."""
-    if positions is None:
+    """Whether position ids, as passed to the forward, give every row's first token 0, the next 1, and so on."""
+    if positions is None:  # the model counts columns
         return not any(pads)
     if positions.dim() != 2 or positions.shape[1] != columns or positions.shape[0] not in (1, len(pads)):
         return False

@@ -28,7 +28,8 @@ from kvstore.identity import Tokens
 from kvstore.layout import Layout
 
 if TYPE_CHECKING:
-    from kvstore.store import Namespace, Store
+    from kvstore.match import Namespace
+    from kvstore.store import Store
 
 ROOM = 512
 """Tokens of room beyond the prompt that are made at once; more comes by doubling."""
@@ -91,9 +92,10 @@ class Run:
     def after(self, inputs: dict[str, Any]) -> None:
         """Note the tokens of a forward that returned."""
         ids, self._staged = self._staged, None
-        if ids is None or self.cache is None or inputs.get(self.ground.model_layout.cache_name) is not self.cache:
+        given: DynamicCache | None = inputs.get(self.ground.model_layout.cache_name)
+        if ids is None or given is None or given is not self.cache:
             return
-        if self.cache.get_seq_length() != self.columns + ids.shape[1]:
+        if given.get_seq_length() != self.columns + ids.shape[1]:
             self._stop("mismatch")
             return
         self._seen.append(ids)
@@ -125,7 +127,9 @@ class Run:
             raise Refused(pads)
         if max(pads) >= ids.shape[1]:
             raise Refused("mask")
-        if not counts_from_zero(inputs.get("position_ids"), pads, ids.shape[1]):
+        positions = inputs.get("position_ids")
+        by_mask = positions is None and allow.takes_positions_from_mask(self.ground.model_layout.model)
+        if not by_mask and not counts_from_zero(positions, pads, ids.shape[1]):
             raise Refused("own-positions")
         prompt = self._whole_prompt(ids)
         ground = self.ground
@@ -191,7 +195,8 @@ class Run:
         blocks = sum(-(-len(row) // ground.layout.block_tokens) for row, _ in distinct.values())
 
         def work() -> None:
-            for row, buffer in distinct.values():
+            while distinct:  # let go of the memory before the work counts as done
+                _, (row, buffer) = distinct.popitem()
                 ground.store.save(ground.space, row, buffer)
 
         future = ground.saver.submit(work, blocks)

@@ -221,7 +221,9 @@ CASES = [
     Case("three rows, left padding", lambda model, ids: model.generate(**left_padded(ids), **GREEDY)),
     Case(
         "left padding, several answers",
-        lambda model, ids: model.generate(**left_padded(ids), num_return_sequences=2, max_new_tokens=6, num_beams=1, do_sample=True, top_k=1),
+        lambda model, ids: model.generate(
+            **left_padded(ids), num_return_sequences=2, max_new_tokens=6, num_beams=1, do_sample=True, top_k=1
+        ),
     ),
     Case("rows that end early", ends_early),
     Case("streamer", streamed),
@@ -236,14 +238,18 @@ CASES = [
     Case("a call inside a call", nested),
     Case("an exception in the middle", stopped, raises=True),
     Case("inference mode", under_inference_mode),
-    Case("torch.compile's wrapper", lambda model, ids: torch.compile(model, backend="eager").generate(ids(40), **GREEDY)),
+    Case(
+        "torch.compile's wrapper", lambda model, ids: torch.compile(model, backend="eager").generate(ids(40), **GREEDY)
+    ),
     Case("right padding", padded_right, "right-padding"),
     Case("a hole in the mask", masked_inside, "mask"),
     Case("own positions", offset_positions, "own-positions"),
     simple("beams", "beams", num_beams=2),
-    simple("sampled beams", "beams", num_beams=2, do_sample=True, top_k=1),
+    Case("sampled beams", lambda model, ids: sampled(model, ids, num_beams=2), "beams"),
     simple("prompt lookup", "prompt-lookup", prompt_lookup_num_tokens=3),
-    Case("assisted", lambda model, ids: model.generate(ids(40), assistant_model=assistant(model), **GREEDY), "assisted"),
+    Case(
+        "assisted", lambda model, ids: model.generate(ids(40), assistant_model=assistant(model), **GREEDY), "assisted"
+    ),
     simple("contrastive", "contrastive", raises=True, penalty_alpha=0.5, top_k=4),
     simple("DoLa", "dola", raises=True, dola_layers="low"),
     simple("custom loop", "custom-generate", custom_generate=lambda model, input_ids, **_: input_ids),
@@ -252,7 +258,11 @@ CASES = [
     simple("no cache", "no-cache", use_cache=False),
     simple("hidden states", "outputs", return_dict_in_generate=True, output_hidden_states=True),
     Case("a filled cache", filled, "filled-cache"),
-    Case("embeddings", lambda model, ids: model.generate(inputs_embeds=model.get_input_embeddings()(ids(40)).detach(), **GREEDY), "inputs-embeds"),
+    Case(
+        "embeddings",
+        lambda model, ids: model.generate(inputs_embeds=model.get_input_embeddings()(ids(40)).detach(), **GREEDY),
+        "inputs-embeds",
+    ),
     Case("training mode", trained, "training"),
     Case("gradients", with_gradients, "gradients"),
     Case("autocast", cast, "autocast"),
@@ -277,10 +287,12 @@ def outcome(case: Case, model: Any, ids: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_way_of_generating_is_as_without_the_store(case: Case, tiny: Any, ids: Any, store: Any, counted: Counters) -> None:
+def test_every_way_of_generating_is_as_without_the_store(
+    case: Case, tiny: Any, ids: Any, store: Any, counted: Counters
+) -> None:
     model = tiny("llama")
     expected = outcome(case, model, ids)
-    assert isinstance(expected, tuple) and isinstance(expected[0], type) or not case.raises
+    assert (isinstance(expected, tuple) and isinstance(expected[0], type)) or not case.raises
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with attach(model, store, least_tokens=1, warm_tokens=64) as attachment:
