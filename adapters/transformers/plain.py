@@ -19,7 +19,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvstore.adapters.transformers import allow
-from kvstore.adapters.transformers.device import buffer_over
+from kvstore.adapters.transformers.buffers import buffer_over
 from kvstore.adapters.transformers.growing import install, stack_of
 from kvstore.adapters.transformers.layout import ModelLayout, Refused, unwrap
 from kvstore.adapters.transformers.pool import Pool

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvstore.adapters.transformers.device import buffer_over
+from kvstore.adapters.transformers.buffers import buffer_over
 from kvstore.adapters.transformers.pool import Pool
 from kvstore.kv import KVBuffer
 from kvstore.layout import LayerShape, Layout

@@ -15,6 +15,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
+from kvstore.adapters.transformers import buffers  # noqa: E402
 from kvstore.adapters.transformers.growing import GrowingCache, GrowingLayer, hold, install, stack_of  # noqa: E402
 from kvstore.adapters.transformers.pool import Pool  # noqa: E402
 from kvstore.adapters.transformers.stack import Stack  # noqa: E402
@@ -156,6 +157,19 @@ def test_the_store_sees_the_rows_of_a_cache(shapes: Any, dtype: Any) -> None:
         assert isinstance(layer, GrowingLayer)
         assert torch.equal(layer.keys[0, :, 2:], keys[1, :, 5:])
         assert torch.equal(layer.values[0, :, 2:], values[1, :, 5:])
+
+
+@pytest.mark.parametrize("shapes", [GQA, MLA, MIXED])
+def test_tensors_on_a_device_are_gathered_as_host_tensors_are(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout("float32", (tuple(shapes),), 16)
+    stack = Stack(shapes, torch.float32, torch.device("cpu"), 2, 64, Pool())
+    for tensor in (*stack.keys, *stack.values):
+        tensor.normal_()
+    host, device = _payload(layout, 15), _payload(layout, 15)
+    stack.row(layout, 1, 5).gather(3, host)
+    monkeypatch.setattr(buffers, "_is_host", lambda tensor: False)
+    stack.row(layout, 1, 5).gather(3, device)
+    assert (host.memory == device.memory).all()
 
 
 def test_memory_is_reused_only_when_nobody_can_see_it() -> None:
