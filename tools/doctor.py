@@ -173,7 +173,7 @@ def _shared_memory(settings: Settings) -> Iterator[Finding]:
 def _ram(settings: Settings) -> Iterator[Finding]:
     if not settings.ram:
         yield Finding(
-            "ram budget", "0: the tier is off", Grade.NOTE, "give ram a budget: without it every load reads the disk"
+            "ram budget", "0: every block passes through it", Grade.REFUSED, "give ram a budget, 64MiB or more"
         )
         return
     cap = host.ram_cap(settings.ram, settings.ram_directory, 0)

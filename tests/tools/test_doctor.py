@@ -42,6 +42,11 @@ def test_a_ram_directory_off_tmpfs_is_refused(tmp_path: Path, monkeypatch: pytes
     assert found(tmp_path, "ram directory").grade is Grade.REFUSED
 
 
+def test_a_store_without_ram_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_RAM", "0")
+    assert found(tmp_path, "ram budget").grade is Grade.REFUSED
+
+
 def test_a_wrong_setting_is_one_finding_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_RAM", "20G")
     finding = found(tmp_path, "settings")
