@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -63,6 +64,8 @@ class Core:
         self.device = (settings.device or "cuda") if settings.hbm else None
         self.closed = False
         self.handles = 0
+        self._users = 0
+        self._unused = threading.Condition()
         path = settings.path
         if not settings.ram:
             raise SettingsError("ram is 0: every block passes through it", "give ram a budget, 64MiB or more")
@@ -98,11 +101,29 @@ class Core:
         if self.closed:
             raise ClosedError("this store is closed, or was opened before a fork", "open it again in this process")
 
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Keep the core open for as long as slots are written or read. Raises ClosedError.
+
+        A copy that went on after `close` would write into slots that others may have been given.
+        """
+        with self._unused:
+            self.require_open()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._unused:
+                self._users -= 1
+                self._unused.notify_all()
+
     def close(self) -> None:
-        """Write what waits, as far as it is done in time, and let go."""
-        if self.closed:
-            return
-        self.closed = True
+        """Wait for loads and saves, write what waits, as far as it is done in time, and let go."""
+        with self._unused:
+            if self.closed:
+                return
+            self.closed = True
+            self._unused.wait_for(lambda: not self._users)
         self._populating.join()
         self.prefetches.close()
         if self.mover is not None:
@@ -274,6 +295,7 @@ class Core:
             tier.index.write(lambda txn: _set_boot(txn, here))
             tier.reload()
         if alone:
+            integrity.sweep(tier)
             opening.shrink(tier)
 
     def _start(self) -> None:

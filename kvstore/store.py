@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore import registry, serving
 from kvstore.core import Core, Wrap
-from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError
+from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
 from kvstore.events import Cause, Events, Fault, Observer
 from kvstore.eviction import Target
 from kvstore.header import slot_bytes
@@ -116,7 +116,8 @@ class Store:
                     f"the buffer of {part} has room for {buffer.capacity} tokens, {match.tokens} are stored",
                     "make a larger buffer, or match with a limit",
                 )
-        return serving.serve(core, match, parts)
+        with core.use():
+            return serving.serve(core, match, parts)
 
     def save(
         self,
@@ -147,7 +148,9 @@ class Store:
             core.events.emit(Fault("store", "save", error.problem))
             return Saving(0, 0, len(linked) * len(parts), 0, 0.0)
         now = boottime_ns()
-        done = [core.saver.save(SaveJob(space, linked, part, buffer, epoch, now)) for part, buffer in parts.items()]
+        jobs = [SaveJob(space, linked, part, buffer, epoch, now) for part, buffer in parts.items()]
+        with core.use():
+            done = [core.saver.save(job) for job in jobs]
         return Saving(
             sum(one.new_blocks for one in done),
             sum(one.known_blocks for one in done),
@@ -196,8 +199,13 @@ class Store:
         return self._require().pins.listing()
 
     def set_quota(self, salt: bytes | str, *, ram: int | None = None, nvme: int | None = None) -> None:
-        """Bytes that all namespaces under a salt may hold in a tier; None takes a quota off."""
+        """Bytes that all namespaces under a salt may hold in a tier; None takes a quota off.
+
+        Raises SettingsError for the empty salt.
+        """
         core = self._require()
+        if not salt:
+            raise SettingsError("the empty salt cannot have a quota", "give what is to be limited a salt of its own")
         for tier, limit in (("ram", ram), ("nvme", nvme)):
             core.quotas.set(tier, salt_digest(salt), limit)
 

@@ -36,11 +36,11 @@ class Grower:
         self._tier, self._cold = tier, cold
         self._lock = threading.Lock()
         self._under_way = threading.Lock()
-        self._full_until: dict[int, float] = {}
+        self._full_until: dict[tuple[int, bool], float] = {}
 
-    def may_grow(self, slot_bytes: int) -> bool:
-        """Whether it is worth trying: the last attempt was no failure, or long enough ago."""
-        return time.monotonic() >= self._full_until.get(slot_bytes, 0.0)
+    def may_grow(self, slot_bytes: int, *, recut: bool = True) -> bool:
+        """Whether it is worth trying: the last attempt of this kind was no failure, or long enough ago."""
+        return time.monotonic() >= self._full_until.get((slot_bytes, recut), 0.0)
 
     def room_was_made(self) -> None:
         """Something was removed: try again."""
@@ -48,7 +48,7 @@ class Grower:
 
     def ahead(self, slot_bytes: int) -> None:
         """Grow in the background, where little is free and nothing is being made. Never recuts."""
-        if self.may_grow(slot_bytes) and self._under_way.acquire(blocking=False):
+        if self.may_grow(slot_bytes, recut=False) and self._under_way.acquire(blocking=False):
             threading.Thread(target=self._quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
 
     def grow(self, slot_bytes: int, timeout: float | None, *, recut: bool = True) -> bool:
@@ -71,7 +71,7 @@ class Grower:
             growth = tier.index.write(plan, timeout)
             made = growth is not None and self.make(growth, slot_bytes, timeout)
             if not made:
-                self._full_until[slot_bytes] = time.monotonic() + FULL_PAUSE_S
+                self._full_until[slot_bytes, recut] = time.monotonic() + FULL_PAUSE_S
             return made
 
     def make(self, growth: segments.Growth, slot_bytes: int, timeout: float | None) -> bool:

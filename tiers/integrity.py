@@ -18,7 +18,7 @@ from kvstore.slots import FreeMap, SlotRef
 from kvstore.states import State
 from kvstore.tiers import ledger, namespaces, segments
 from kvstore.tiers.arrays import arrays_bytes, arrays_path
-from kvstore.tiers.medium import file_length, segment_path
+from kvstore.tiers.medium import file_length, segment_number, segment_path
 from kvstore.tiers.slotted import STAMP_BASE, SlottedTier
 
 
@@ -174,6 +174,16 @@ def drop_segments(tier: SlottedTier, numbers: Collection[int]) -> int:
         tier.medium.remove(number)
         tier.arrays.remove(number)
     return gone
+
+
+def sweep(tier: SlottedTier) -> int:
+    """Delete files of segments that the index does not know; a crash can leave some. Only where nobody else writes."""
+    known = {segment.number for segment in tier.segment_list()}
+    strange = {number for file in tier.directory.iterdir() if (number := segment_number(file)) is not None} - known
+    for number in strange:
+        tier.medium.remove(number)
+        tier.arrays.remove(number)
+    return len(strange)
 
 
 def rebuild(tier: SlottedTier) -> None:

@@ -72,6 +72,16 @@ def file_length(path: Path) -> int:
         return -1
 
 
+def segment_number(file: Path) -> int | None:
+    """The segment that a file belongs to, from its name; None for any other file."""
+    if file.suffix not in (".seg", ".slots") or len(file.stem) != 8:
+        return None
+    try:
+        return int(file.stem, 16)
+    except ValueError:
+        return None
+
+
 def aligned_buffer(size: int) -> Bytes:
     """Page-aligned, zeroed memory of ``size`` bytes, in huge pages where the kernel gives them."""
     memory = mmap.mmap(-1, max(size, ALIGNMENT))

@@ -1,0 +1,188 @@
+"""Processes that have the test's store open: told what to do, line by line, or left to churn until they are killed.
+
+Run as ``python -m children PATH RAM_DIRECTORY``. Each line in is ``["verb", {arguments}]`` as JSON, each
+line out the answer. Imports no torch and no pytest: a child is there in a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from known_kv import SPEAKERS, load, load_match, open_small, save
+
+from kvstore.errors import KVStoreError
+from kvstore.events import Event, Miss
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Child:
+    """A process with the store open. python: what to run instead of a plain interpreter (``unshare … python``)."""
+
+    def __init__(
+        self,
+        path: Path,
+        memory: Path,
+        *,
+        python: tuple[str, ...] = (sys.executable,),
+        settings: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> None:
+        seen = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": seen}
+        self.process = subprocess.Popen(
+            [*python, "-m", "children", str(path), str(memory), json.dumps(dict(settings or {}))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        if wait:
+            assert self.answer() == "open"
+
+    def tell(self, verb: str, **arguments: Any) -> None:
+        """Send a command and do not wait."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The next answer. Raises EOFError when the child has died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError(f"the child ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def do(self, verb: str, **arguments: Any) -> Any:
+        """Send a command and wait for its answer."""
+        self.tell(verb, **arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.end()
+
+    def end(self) -> int:
+        """Close its input, which makes it close the store, and wait."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue  # it was killed with a command unread
+        return self.process.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+def conversations(seed: int, trunks: int = 4, length: int = 240, tail: int = 64) -> Callable[[], list[int]]:
+    """Draws token sequences that share one of a few beginnings, the same in every process, and go on at random."""
+    shared = np.random.default_rng(99).integers(0, 50, (trunks, length))
+    random = np.random.default_rng(seed)
+
+    def draw() -> list[int]:
+        cut = int(random.integers(1, length))
+        own = random.integers(0, 50, int(random.integers(0, tail))).tolist()
+        return [*shared[int(random.integers(trunks))][:cut].tolist(), *own]
+
+    return draw
+
+
+def churn(path: Path, memory: Path, seed: int, seconds: float, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Save, load, prefetch and evict at random; what was counted. Ends early only by being killed."""
+    changed = 0
+
+    def watch(event: Event) -> None:
+        nonlocal changed
+        changed += event.tokens if isinstance(event, Miss) and event.cause == "changed" else 0
+
+    draw, random = conversations(seed), np.random.default_rng(seed)
+    counts = {"wrong": 0, "loaded": 0, "saved": 0, "evicted": 0, "asked": 0}
+    with open_small(path, memory, observers=[watch], **settings) as store:
+        print(json.dumps("open"), flush=True)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            speaker, tokens = SPEAKERS[int(random.integers(len(SPEAKERS)))], draw()
+            dice = random.random()
+            if dice < 0.45:
+                counts["saved"] += save(store, speaker, tokens).new_blocks
+            elif dice < 0.92:
+                got, wrong = load(store, speaker, tokens)
+                counts["asked"] += len(tokens)
+                counts["loaded"] += got.tokens
+                counts["wrong"] += wrong
+            elif dice < 0.96:
+                store.prefetch(store.match(store.namespace(speaker.layout, salt=speaker.salt), tokens))
+            elif dice < 0.99:
+                match = store.match(store.namespace(speaker.layout, salt=speaker.salt), tokens)
+                counts["evicted"] += sum(store.evict(prefix=match).values())
+            else:
+                counts["evicted"] += sum(store.evict(everything=True, tier="ram").values())
+        store.flush(60)
+    return {**counts, "changed": changed}
+
+
+def main(path: Path, memory: Path, settings: dict[str, Any]) -> None:
+    """Open, then do as told until the input ends."""
+    if "churn" in settings:
+        seed, seconds = settings.pop("churn")
+        print(json.dumps(churn(path, memory, seed, seconds, settings)), flush=True)
+        return
+    try:
+        store = open_small(path, memory, **settings)
+    except KVStoreError as error:
+        print(json.dumps([type(error).__name__, str(error)]), flush=True)
+        return
+    print(json.dumps("open"), flush=True)
+    held: Any = None
+    with store:
+        for line in sys.stdin:
+            verb, given = json.loads(line)
+            speaker, tokens = SPEAKERS[given.get("speaker", 0)], given.get("tokens", [])
+            space = store.namespace(speaker.layout, salt=speaker.salt)
+            answer: Any = None
+            match verb:
+                case "save":
+                    answer = save(store, speaker, tokens).new_blocks
+                case "load":
+                    got, wrong = load(store, speaker, tokens)
+                    answer = [got.tokens, wrong, got.stop]
+                case "match":
+                    held = store.match(space, tokens)
+                    answer = held.tokens
+                case "load match":
+                    got, wrong = load_match(store, speaker, tokens, held)
+                    answer = [got.tokens, wrong, got.stop]
+                case "lease":
+                    answer = store.lease(held).tokens
+                case "evict":
+                    answer = store.evict(everything=True)
+                case "flush":
+                    answer = store.flush(60)
+                case "processes":
+                    answer = store.stats().processes
+                case "verify":
+                    answer = store.verify().problems
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
