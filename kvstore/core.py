@@ -256,6 +256,7 @@ class Core:
             directory,
             store=identity,
             budget=budget,
+            asked=self.settings.nvme if durable else self.settings.ram,
             segment_bytes=wanted,
             index_bytes=None,
             durable=durable,

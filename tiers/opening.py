@@ -83,11 +83,12 @@ def open_index(
     durable: bool,
     alone: bool,
     events: Events,
+    asked: int | None = None,
 ) -> tuple[Index, Superblock]:
     """The tier's index, its directory made when it is new, its budget in force.
 
-    alone: no other process has the store open; only then may a budget shrink, or a tier be made anew. Raises
-    BudgetError, FormatError, DamagedError, NoSpaceError.
+    asked: the budget before the host had its say, where that is another. alone: no other process has the store open; only then may a budget
+    shrink, or a tier be made anew. Raises BudgetError, FormatError, DamagedError, NoSpaceError.
     """
     superblock = _existing(directory, store, alone, name, events)
     if superblock is None:
@@ -106,7 +107,7 @@ def open_index(
         raise
     try:
         fixed = index.allocated + SUPERBLOCK_BYTES + (4096 if (directory / KEPT).exists() else 0)
-        index.write(lambda txn: _account(txn, fixed, budget, alone, name))
+        index.write(lambda txn: _account(txn, fixed, budget, asked or budget, alone, name))
         if fresh:
             index.sync()
             _write_superblock(directory, superblock)
@@ -161,15 +162,19 @@ def _write_superblock(directory: Path, superblock: Superblock) -> None:
         os.close(fd)
 
 
-def _account(txn: Transaction, fixed: int, budget: int, alone: bool, name: str) -> None:
-    """Put the budget in force, and count the files that do not belong to a segment."""
+def _account(txn: Transaction, fixed: int, budget: int, asked: int, alone: bool, name: str) -> None:
+    """Put the budget in force, and count the files that do not belong to a segment.
+
+    What others were given stays theirs: a host that has less to give now does not keep this process from joining them.
+    """
     allocated = segments.get_number(txn, segments.ALLOCATED) - segments.get_number(txn, segments.FIXED) + fixed
     before = segments.get_number(txn, segments.BUDGET)
-    if before and budget < before and not alone:
+    if before and asked < before and not alone:
         raise BudgetError(
-            f"the {name} budget cannot shrink from {format_size(before)} to {format_size(budget)} while others use it",
+            f"the {name} budget cannot shrink from {format_size(before)} to {format_size(asked)} while others use it",
             f"close the other processes first, or open with {name}={format_size(before)}",
         )
+    budget = budget if alone else max(before, budget)
     if budget < fixed + SMALLEST_SEGMENT:
         raise BudgetError(
             f"the {name} budget of {format_size(budget)} is too small: its index takes {format_size(fixed)}",
