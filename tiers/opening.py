@@ -87,8 +87,8 @@ def open_index(
 ) -> tuple[Index, Superblock]:
     """The tier's index, its directory made when it is new, its budget in force.
 
-    asked: the budget before the host had its say, where that is another. alone: no other process has the store open; only then may a budget
-    shrink, or a tier be made anew. Raises BudgetError, FormatError, DamagedError, NoSpaceError.
+    asked: the budget before the host had its say, where that is another. alone: no other process has the store open;
+    only then may a budget shrink, or a tier be made anew. Raises BudgetError, FormatError, DamagedError, NoSpaceError.
     """
     superblock = _existing(directory, store, alone, name, events)
     if superblock is None:

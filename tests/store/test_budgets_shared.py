@@ -1,4 +1,4 @@
-"""A budget that the host has capped is shared as it is: a process that comes later, to a fuller host, may still join."""
+"""A budget that the host has capped is shared: a process that comes later, to a fuller host, may still join."""
 
 from __future__ import annotations
 
