@@ -27,6 +27,8 @@ _Items: TypeAlias = Iterator[tuple[bytes, bytes]]
 
 MAX_READERS = 510
 PAGE = 4096
+LOCK_BYTES = 8 * PAGE
+"""Size of ``lock.mdb``: LMDB's header and 64 bytes a reader."""
 
 
 class Database(StrEnum):
@@ -145,6 +147,7 @@ class Index:
                 f"{data} has {data.stat().st_size} bytes, it was made with {size}",
                 f"restore the file, or remove {directory.parent}: its cached blocks are lost, nothing else",
             )
+        self._preallocate_lock()
         with _translated(f"opening the {name} index"):
             self._env = lmdb.open(
                 os.fspath(directory),
@@ -246,20 +249,30 @@ class Index:
             self._env.close()
 
     def _preallocate(self, fresh: bool) -> None:
-        """Give both files all their blocks: a full medium must not stop an eviction, or turn a page into a SIGBUS."""
-        for path, size in ((self.directory / "data.mdb", self.size), (self.directory / "lock.mdb", 0)):
-            fd = os.open(path, os.O_RDWR)
-            try:
-                length = max(size, os.fstat(fd).st_size)
-                if fresh or os.fstat(fd).st_blocks * 512 < length:
-                    os.posix_fallocate(fd, 0, length)
-            except OSError as error:
-                raise NoSpaceError(
-                    f"no room for the {self.name} index of {self.size} bytes: {error.strerror}",
-                    "free some space, or lower the budget",
-                ) from error
-            finally:
-                os.close(fd)
+        """Give ``data.mdb`` all its blocks; LMDB must have made it, since a file of zeros is none of its own."""
+        self._allocate(self.directory / "data.mdb", self.size, fresh=fresh)
+
+    def _preallocate_lock(self) -> None:
+        """Give ``lock.mdb`` all its blocks, before LMDB opens it.
+
+        Never afterwards: closing a file drops all POSIX locks that the process has on it, LMDB's among them, and the
+        next process to open the index would find nobody there and make the lock anew under those who write.
+        """
+        self._allocate(self.directory / "lock.mdb", LOCK_BYTES, fresh=False)
+
+    def _allocate(self, path: Path, size: int, *, fresh: bool) -> None:
+        """All blocks of a file: a full medium must not stop an eviction, or turn a page into a SIGBUS."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if fresh or os.fstat(fd).st_blocks * 512 < max(size, os.fstat(fd).st_size):
+                os.posix_fallocate(fd, 0, max(size, os.fstat(fd).st_size))
+        except OSError as error:
+            raise NoSpaceError(
+                f"no room for the {self.name} index of {self.size} bytes: {error.strerror}",
+                "free some space, or lower the budget",
+            ) from error
+        finally:
+            os.close(fd)
 
     def _run(self) -> None:
         running = True

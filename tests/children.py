@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -140,8 +141,47 @@ def churn(path: Path, memory: Path, seed: int, seconds: float, settings: Mapping
     return {**counts, "changed": changed}
 
 
+class Nursery:
+    """A process that has imported kvstore and opened nothing; it forks writers, so that hundreds are cheap."""
+
+    def __init__(self) -> None:
+        self._child = Child(Path(), Path(), settings={"nursery": True}, wait=False)
+
+    def writer(self, path: Path, memory: Path, seed: int, **settings: Any) -> int:
+        """The process id of a new writer, which opens the store and churns until it is killed."""
+        return int(self._child.do("writer", path=str(path), memory=str(memory), seed=seed, settings=settings))
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._child.do("kill", pid=pid)
+
+    def close(self) -> None:
+        """End the nursery."""
+        self._child.end()
+
+
+def nurse() -> None:
+    """The nursery's own loop."""
+    for line in sys.stdin:
+        verb, given = json.loads(line)
+        if verb == "kill":
+            os.kill(given["pid"], signal.SIGKILL)
+            os.waitpid(given["pid"], 0)
+            print("null", flush=True)
+            continue
+        pid = os.fork()
+        if not pid:
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            churn(Path(given["path"]), Path(given["memory"]), given["seed"], 600.0, given["settings"])
+            os._exit(0)
+        print(json.dumps(pid), flush=True)
+
+
 def main(path: Path, memory: Path, settings: dict[str, Any]) -> None:
     """Open, then do as told until the input ends."""
+    if "nursery" in settings:
+        nurse()
+        return
     if "churn" in settings:
         seed, seconds = settings.pop("churn")
         print(json.dumps(churn(path, memory, seed, seconds, settings)), flush=True)
