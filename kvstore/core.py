@@ -16,7 +16,7 @@ from kvstore.copying import CopyThreads
 from kvstore.devices import DeviceLoader, DeviceSaver
 from kvstore.errors import ClosedError, KVStoreError, SettingsError, UnsupportedError
 from kvstore.events import Counters, Events, Fault, Notice, Observer
-from kvstore.eviction import Eviction, Target
+from kvstore.eviction import Eviction, Target, catch_up
 from kvstore.host import boot_id, ram_cap, supports_o_direct
 from kvstore.index import Database, Transaction
 from kvstore.keeper import Keeper, shared_counters
@@ -298,6 +298,7 @@ class Core:
         if alone:
             integrity.sweep(tier)
             opening.shrink(tier)
+        catch_up(tier, self.purge)
 
     def _start(self) -> None:
         settings = self.settings
@@ -354,6 +355,7 @@ class Core:
             self.tiers,
             settings.path / superblock.OWNERS,
             self.owner.id,
+            self.purge,
             self.counters,
             self.events,
             grace=settings.dead_owner_grace_s,

@@ -1,7 +1,8 @@
 """Explicit eviction: which blocks a target names, and their removal everywhere, tombstone first.
 
 A prefix is evicted with everything that continues it and with those of its heads that nothing else uses; heads that
-other sequences share stay.
+other sequences share stay. Each tier notes which tombstones were applied to it, so that an eviction whose process died,
+or did not see a tier, is finished by `catch_up`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from kvstore.index import Database, Transaction
 from kvstore.layout import Part
 from kvstore.match import Match
 from kvstore.purge import PurgeLog
-from kvstore.records import Entry, NamespaceRecord, family_key, key_depth, key_tokens, slot_key
+from kvstore.records import Entry, NamespaceRecord, Tombstone, family_key, key_depth, key_tokens, slot_key
 from kvstore.slots import SlotRef
 from kvstore.tiers import namespaces
+from kvstore.tiers.segments import get_number, put_number
 from kvstore.tiers.slotted import SlottedTier
+
+APPLIED = b"purge applied"
+"""In each tier: the newest tombstone up to which all were applied to it."""
 
 Victim = tuple[bytes, bytes]
 """Index key and key."""
@@ -63,26 +68,26 @@ class Eviction:
         victims = {one.name: self._victims(one, target) for one in chosen}
         if dry_run:
             return {name: len(found) for name, found in victims.items()}
+        buried: list[range] = []
         if tier is None:
-            self._bury(target, victims)
+            buried = self._bury(target, victims)
             victims = {one.name: self._victims(one, target) for one in chosen}
-        return {one.name: one.remove(victims[one.name], "evict", doom=True) for one in chosen}
+        counts = {one.name: one.remove(victims[one.name], "evict", doom=True) for one in chosen}
+        for one in chosen if buried else ():
+            _mark(one, buried)
+        return counts
 
-    def _bury(self, target: Target, victims: dict[str, list[Victim]]) -> None:
-        """The tombstones, before the first block goes."""
+    def _bury(self, target: Target, victims: dict[str, list[Victim]]) -> list[range]:
+        """The tombstones, before the first block goes; their epochs."""
         if target.everything:
-            self._log.add(everything=True)
-        elif target.root is not None:
-            self._log.add(root=target.root)
-        elif target.salt is not None:
-            for root in {
-                record.root for one in self._tiers for _, record in _spaces(one) if record.salt == target.salt
-            }:
-                self._log.add(root=root)
-        else:
-            keys = {key for found in victims.values() for _, key in found}
-            if keys:
-                self._log.add(keys=tuple(sorted(keys)))
+            return [self._log.add(everything=True)]
+        if target.root is not None:
+            return [self._log.add(root=target.root)]
+        if target.salt is not None:
+            spaces = [record for one in self._tiers for _, record in _spaces(one)]
+            return [self._log.add(root=root) for root in {one.root for one in spaces if one.salt == target.salt}]
+        keys = {key for found in victims.values() for _, key in found}
+        return [self._log.add(keys=tuple(sorted(keys)))] if keys else []
 
     def _victims(self, tier: SlottedTier, target: Target) -> list[Victim]:
         if target.prefix is not None:
@@ -156,6 +161,65 @@ class Eviction:
             with tier.index.read() as txn:
                 found.update((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS, family))
         return list(found.items())
+
+
+def behind(tier: SlottedTier, log: PurgeLog) -> int | None:
+    """The newest tombstone up to which all were applied to a tier; None when it has nothing to catch up with."""
+    newest = log.epoch()
+    with tier.index.read() as txn:
+        applied = get_number(txn, APPLIED)
+    if applied == newest:
+        return None
+    return applied if applied < newest else 0  # a log that was lost began anew
+
+
+def catch_up(tier: SlottedTier, log: PurgeLog) -> int:
+    """Remove what tombstones name and the tier still has; returns how many blocks.
+
+    Blocks that were written since their tombstone stay.
+    """
+    since = behind(tier, log)
+    if since is None:
+        return 0
+    newest = log.epoch()
+    named = _Named(log.newer(since))
+    with tier.index.read() as txn:
+        roots = {number: record.root for number, record in namespaces.listing(txn)}
+        entries = ((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS))
+        victims = [(key, entry.key) for key, entry in entries if named(roots.get(entry.namespace, b""), entry)]
+    gone = tier.remove(victims, "evict", doom=True)
+    tier.index.write(lambda txn: put_number(txn, APPLIED, newest))
+    return gone
+
+
+class _Named:
+    """Which blocks some tombstones name, without a walk over the tombstones for each."""
+
+    def __init__(self, stones: Sequence[Tombstone]) -> None:
+        self._everything = 0
+        self._by_name: dict[bytes, int] = {}
+        for stone in stones:
+            if stone.everything:
+                self._everything = max(self._everything, stone.epoch)
+            for name in (stone.root, *stone.keys) if stone.root else stone.keys:
+                self._by_name[name] = max(self._by_name.get(name, 0), stone.epoch)
+
+    def __call__(self, root: bytes, entry: Entry) -> bool:
+        buried = max(self._everything, self._by_name.get(root, 0), self._by_name.get(entry.key, 0))
+        return entry.epoch < buried
+
+
+def _mark(tier: SlottedTier, buried: Sequence[range]) -> None:
+    """Note that tombstones were applied, unless an earlier one was not yet: then `catch_up` does them all."""
+
+    def work(txn: Transaction) -> None:
+        applied = get_number(txn, APPLIED)
+        for epochs in buried:
+            if applied >= epochs.start - 1:
+                applied = max(applied, epochs.stop - 1)
+        put_number(txn, APPLIED, applied)
+
+    tier.index.write(work)
 
 
 def _spaces(tier: SlottedTier) -> Iterator[tuple[int, NamespaceRecord]]:

@@ -14,9 +14,11 @@ import numpy as np
 
 from kvstore.errors import KVStoreError
 from kvstore.events import Counters, Events, Fault
+from kvstore.eviction import behind, catch_up
 from kvstore.host import boottime_ns
 from kvstore.index import Database, Transaction
 from kvstore.owners import bury, survey
+from kvstore.purge import PurgeLog
 from kvstore.records import Entry, slot_key, unpack_lease
 from kvstore.slots import SlotRef
 from kvstore.tiers import namespaces
@@ -35,6 +37,7 @@ class Keeper:
         tiers: Sequence[SlottedTier],
         owners: Path,
         mine: bytes,
+        purge: PurgeLog,
         counters: Counters,
         events: Events,
         *,
@@ -42,7 +45,8 @@ class Keeper:
         idle_work: Callable[[], None],
     ) -> None:
         self._tiers, self._owners, self._mine = tuple(tiers), owners, mine
-        self._counters, self._events = counters, events
+        self._purge, self._counters, self._events = purge, counters, events
+        self._behind: dict[str, int] = {}
         self._grace, self._idle_work = grace, idle_work
         self._seen_dead: dict[bytes, float] = {}
         self._stop = threading.Event()
@@ -94,12 +98,27 @@ class Keeper:
         """Evict blocks that were not used for their namespace's TTL; returns how many."""
         return sum(self._expire(tier) for tier in self._tiers)
 
+    def finish_evictions(self) -> int:
+        """Finish explicit evictions that were left half done a period ago; returns how many blocks went.
+
+        A process that is evicting right now is not disturbed.
+        """
+        gone = 0
+        for tier in self._tiers:
+            since = behind(tier, self._purge)
+            if since is not None and self._behind.get(tier.name) == since:
+                gone += catch_up(tier, self._purge)
+                since = None
+            self._behind.pop(tier.name, None) if since is None else self._behind.update({tier.name: since})
+        return gone
+
     def _run(self) -> None:
         expired = time.monotonic()
         while not self._stop.wait(PERIOD_S):
             self._attempt("take back", self.take_back_the_dead)
             self._attempt("counters", self.flush_counters)
             self._attempt("leases", self._drop_leases)
+            self._attempt("finish evictions", self.finish_evictions)
             self._attempt("rescan", self._idle_work)
             if time.monotonic() - expired >= EXPIRY_PERIOD_S:
                 self._attempt("expire", self.expire)

@@ -37,15 +37,15 @@ class PurgeLog:
             start = (epoch + 1).to_bytes(8, "big")
             return [Tombstone.unpack(raw) for _, raw in txn.scan(Database.PURGE, start=start)]
 
-    def add(self, *, everything: bool = False, root: bytes = b"", keys: tuple[bytes, ...] = ()) -> int:
-        """Record an eviction; returns the new epoch. It must be recorded before the blocks are removed."""
+    def add(self, *, everything: bool = False, root: bytes = b"", keys: tuple[bytes, ...] = ()) -> range:
+        """Record an eviction; returns its epochs. It must be recorded before the blocks are removed."""
         stones = (
             [(everything, root, ())]
             if everything or root
             else [(False, b"", keys[at : at + KEYS_A_STONE]) for at in range(0, len(keys), KEYS_A_STONE)]
         )
 
-        def work(txn: Transaction) -> int:
+        def work(txn: Transaction) -> range:
             epoch = _number(txn, EPOCH)
             for all_of_it, of_root, named in stones:
                 epoch += 1
@@ -53,7 +53,7 @@ class PurgeLog:
                 txn.put(Database.PURGE, epoch.to_bytes(8, "big"), stone.pack())
             txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
             _trim(txn, epoch)
-            return epoch
+            return range(epoch - len(stones) + 1, epoch + 1)
 
         return self._index.write(work)
 

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 import kvstore
-from kvstore import core, identity, keeper, layout, pins, purge, quotas, records, slots, store
+from kvstore import core, eviction, identity, keeper, layout, pins, purge, quotas, records, slots, store
 from kvstore.header import HEADER_BYTES, MAGIC, VERSION, Header
 from kvstore.index import Database
 from kvstore.kv import HostKV
@@ -165,7 +165,7 @@ def meta_keys() -> list[str]:
 def test_every_meta_key_of_the_code_is_documented() -> None:
     whole = [
         *(segments.ALLOCATED, segments.BUDGET, segments.FIXED, segments.NEXT, slotted.STAMP_BASE, core.BOOT),
-        *(purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH),
+        *(eviction.APPLIED, purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH),
     ]
     prefixes = [quotas._PREFIX, keeper.COUNTER]
     assert {re.findall("`([^`]+)`", key)[0] for key in meta_keys()} == {key.decode() for key in whole + prefixes}
