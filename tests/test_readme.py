@@ -116,6 +116,16 @@ def test_generated_table_is_what_the_code_says(name: str) -> None:
     assert found == GENERATED[name](), REWRITE
 
 
+def test_budgets_of_the_tiers_table_are_the_defaults() -> None:
+    told = dict(
+        re.findall(r"^\| `(\w+)` \| .* \| ([^|(]+?)(?: \(off\))? \|$", TEXT[: TEXT.index("## Settings")], re.MULTILINE)
+    )
+    defaults = {field.name: field.default for field in fields(Settings) if field.name in ("hbm", "ram", "nvme")}
+    assert {name: told[name] for name in defaults} == {
+        name: format_size(size) if size else "0" for name, size in defaults.items()
+    }
+
+
 def test_every_command_named_exists() -> None:
     named = set(re.findall(r"(?:^|`)(kvstore [a-z]+(?: (?:resume|tiers|index))?)\b", TEXT, re.MULTILINE))
     assert named - {"kvstore bench"} <= set(commands())
