@@ -89,6 +89,11 @@ class Transaction:
         """How many keys a database has."""
         return int(self._txn.stat(self._handles[db])["entries"])
 
+    def pages(self, db: Database) -> int:
+        """How many pages a database takes."""
+        stat = self._txn.stat(self._handles[db])
+        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+
     def scan(self, db: Database, prefix: bytes = b"", start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """Keys with a prefix, in order, from ``start`` on. The database must not be changed meanwhile."""
         with self._txn.cursor(self._handles[db]) as cursor:

@@ -6,13 +6,15 @@ load compares the epoch with the one it knows and first drops what newer tombsto
 
 from __future__ import annotations
 
-from kvstore.index import Database, Index, Transaction
+from kvstore.index import PAGE, Database, Index, Transaction
 from kvstore.records import Tombstone
 
 EPOCH, FLOOR = b"purge epoch", b"purge floor"
 KEPT = 1024
 """Tombstones kept; who lags behind further drops everything."""
 KEYS_A_STONE = 4096
+INDEX_SHARE = 16
+"""Tombstones take at most one part in this many of the index, so that evicting never fills it."""
 
 
 class PurgeLog:
@@ -52,21 +54,22 @@ class PurgeLog:
                 stone = Tombstone(epoch, all_of_it, of_root, tuple(named))
                 txn.put(Database.PURGE, epoch.to_bytes(8, "big"), stone.pack())
             txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
-            _trim(txn, epoch)
+            _trim(txn, epoch, self._index.size // PAGE // INDEX_SHARE)
             return range(epoch - len(stones) + 1, epoch + 1)
 
         return self._index.write(work)
 
 
-def _trim(txn: Transaction, epoch: int) -> None:
-    floor = epoch - KEPT
-    if floor <= _number(txn, FLOOR):
-        return
-    for key, _ in list(txn.scan(Database.PURGE)):
-        if int.from_bytes(key, "big") > floor:
+def _trim(txn: Transaction, epoch: int, most_pages: int) -> None:
+    """Drop the oldest tombstones, the one just written too if it alone is too large."""
+    floor = before = _number(txn, FLOOR)
+    for key in [key for key, _ in txn.scan(Database.PURGE)]:
+        if int.from_bytes(key, "big") > epoch - KEPT and txn.pages(Database.PURGE) <= most_pages:
             break
         txn.delete(Database.PURGE, key)
-    txn.put(Database.META, FLOOR, floor.to_bytes(8, "little"))
+        floor = int.from_bytes(key, "big")
+    if floor > before:
+        txn.put(Database.META, FLOOR, floor.to_bytes(8, "little"))
 
 
 def _number(txn: Transaction, key: bytes) -> int:
