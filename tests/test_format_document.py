@@ -136,7 +136,7 @@ def test_constants_in_the_text_are_those_of_the_code() -> None:
         f"multiple of {identity.ANCESTOR_BLOCKS} blocks": chapter("### `blocks`"),
         f"1/{opening.INDEX_SHARE} of the budget": chapter("## The index"),
         f"one slot per {segments.INDEX_BYTES_A_SLOT} bytes": chapter("## The index"),
-        f"at most {purge.KEPT}.": chapter("### `purge`"),
+        f"at most {purge.KEPT}, and no more than take 1/{purge.INDEX_SHARE} of": chapter("### `purge`"),
         f"up to {purge.KEYS_A_STONE} block keys": chapter("### `purge`"),
         f"`size // {slots.MIN_SLOT_BYTES}`": chapter("### Arrays: `<number>.slots`"),
         f"1 to {pins.NAME_LIMIT} bytes": chapter("### `names`"),
