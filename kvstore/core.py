@@ -99,7 +99,10 @@ class Core:
     def require_open(self) -> None:
         """Raises ClosedError after `close`, or in a forked child."""
         if self.closed:
-            raise ClosedError("this store is closed, or was opened before a fork", "open it again in this process")
+            raise ClosedError(
+                "this store is closed, or was opened before a fork",
+                "open it again; in a child process, start that by spawn or open the store only there",
+            )
 
     @contextmanager
     def use(self) -> Iterator[None]:

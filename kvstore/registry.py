@@ -8,10 +8,14 @@ from collections.abc import Sequence
 
 from kvstore import superblock
 from kvstore.core import Core, Wrap
+from kvstore.errors import ClosedError
 from kvstore.events import Observer
 from kvstore.settings import Settings
 
 _cores: dict[tuple[int, int], Core] = {}
+_inherited: dict[tuple[int, int], Core] = {}
+"""Cores that were open when this process was forked. Kept, not freed: LMDB's state in them is the parent's, and LMDB
+opens no environment twice in a process."""
 _lock = threading.Lock()
 
 
@@ -21,6 +25,11 @@ def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> tu
         superblock.prepare_directory(settings.path)
         stat = settings.path.stat()
         key = (stat.st_dev, stat.st_ino)
+        if key in _inherited:
+            raise ClosedError(
+                f"{settings.path} was open when this process was forked",
+                "start the process by spawn, or open the store only after the fork",
+            )
         core = _cores.get(key)
         fresh = core is None or core.closed
         if core is None or fresh:
@@ -47,6 +56,7 @@ def _after_fork() -> None:
     _lock = threading.Lock()
     for core in _cores.values():
         core.disown()
+    _inherited.update(_cores)
     _cores.clear()
 
 
