@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -137,17 +137,20 @@ def refuse_model(model: Any) -> str | None:
     return _refuse_rope(config) or _refuse_layers(model, config)
 
 
-def refuse_state(model: Any) -> str | None:
-    """Why the model in its present state must not be served; None where it may."""
+def refuse_state(model: Any, modules: Iterable[Any]) -> str | None:
+    """Why the model, which consists of ``modules``, must not be served in its present state; None where it may."""
     if "prepare_inputs_for_generation" in vars(model):
         return "prompt-learning"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast"
     devices: set[torch.device] = set()
-    for module in model.modules():
+    for module in modules:
         if _is_compiled(module):
             return "compiled"
-        if any(_is_foreign(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
+        if mixes_adapters(module):
+            return "mixed-adapters"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(_is_foreign(hook) for hook in hooks):
             return "hooks"
         for tensor in module._parameters.values():
             if tensor is not None:
@@ -155,13 +158,11 @@ def refuse_state(model: Any) -> str | None:
                     return "no-weights"
                 if tensor.is_inference():
                     return "inference-weights"
-                if type(tensor).__name__ == "DTensor" or type(getattr(tensor, "data", None)).__name__ == "DTensor":
+                if type(tensor).__name__ == "DTensor":
                     return "sharded"
                 devices.add(tensor.device)
     if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "several-devices"
-    if mixes_adapters(model):
-        return "mixed-adapters"
     return "training" if model.training else None
 
 

@@ -17,7 +17,14 @@ import transformers
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvstore.adapters.transformers import allow
-from kvstore.adapters.transformers.digest import Signature, Watch, adapters_digest, config_digest, weights_digest
+from kvstore.adapters.transformers.digest import (
+    Signature,
+    Watch,
+    adapters_digest,
+    config_digest,
+    modules_of,
+    weights_digest,
+)
 from kvstore.errors import UnsupportedError
 from kvstore.layout import DTYPE_BYTES, LayerShape, Layout, default_block_tokens
 
@@ -40,7 +47,7 @@ class ModelLayout:
         self.model = model
         self.cache_name = cache_argument(model)
         self.block_tokens = block_tokens
-        self._watch = Watch(model)
+        self._watch = Watch()
         self._lock = Lock()
         self._known: OrderedDict[tuple[Signature, str], Layout] = OrderedDict()
         self._refused: tuple[str, str | None] = ("", None)
@@ -55,12 +62,13 @@ class ModelLayout:
             digest = config_digest(self.model.config)
             if self._refused[0] != digest:
                 self._refused = digest, allow.refuse_model(self.model)
-            reason = self._refused[1] or allow.refuse_state(self.model)
+            modules = modules_of(self.model)
+            reason = self._refused[1] or allow.refuse_state(self.model, modules)
             if reason:
                 raise Refused(reason)
             if self._shapes is None:
                 self._shapes = self._probe()
-            stamp = self._watch.signature(), digest
+            stamp = self._watch.signature(modules), digest
             if stamp not in self._known:
                 self._known[stamp] = self._describe(digest)
                 while len(self._known) > _KEPT:
@@ -70,7 +78,7 @@ class ModelLayout:
     def unchanged(self, stamp: object) -> bool:
         """Whether weights, adapters and configuration are still those of ``stamp``."""
         with self._lock:
-            return (self._watch.signature(), config_digest(self.model.config)) == stamp
+            return (self._watch.signature(modules_of(self.model)), config_digest(self.model.config)) == stamp
 
     @property
     def dtype(self) -> torch.dtype:
