@@ -7,7 +7,6 @@ by name, and the model then runs as if the adapter were not there. Must not know
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -199,7 +198,7 @@ def refuse_mode(config: GenerationConfig, arguments: Mapping[str, Any]) -> str |
     kind = config.cache_implementation
     if kind not in (None, "dynamic", "dynamic_full"):
         named = {"quantized": "quantized-cache", "offloaded": "offloaded-cache"}
-        return "static-cache" if "static" in kind or kind == "hybrid" else named.get(kind, "other-cache")
+        return "static-cache" if "static" in kind else named.get(kind, "other-cache")
     cache = next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
     return refuse_cache(cache) if cache is not None else None
 
@@ -287,4 +286,4 @@ def _is_foreign(hook: Callable[..., Any]) -> bool:
     target = getattr(hook, "func", hook)
     target = getattr(target, "__wrapped__", target)
     module = getattr(target, "__module__", None) or type(target).__module__
-    return not f"{module}.".startswith(_OWN_MODULES) or module not in sys.modules
+    return not f"{module}.".startswith(_OWN_MODULES)

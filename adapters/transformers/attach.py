@@ -43,22 +43,31 @@ class Request:
     refused: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `attach` was given; see there."""
+
+    salt: str | bytes
+    label: str
+    block_tokens: int | None
+    least_tokens: int
+    pool_bytes: int
+
+
 class Attachment:
     """A model that uses a store. Also a context manager that detaches at its end.
 
     ``last`` tells of the request that ended last, ``total`` of all.
     """
 
-    def __init__(self, model: Any, store: Store, ground: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, store: Store, options: Options) -> None:
         self.model = model
         self.store = store
         self.last = Request()
         self.total = Request()
-        self._salt: str | bytes = ground["salt"]
-        self._label: str = ground["label"]
-        self._least: int = ground["least_tokens"]
-        self._model_layout = ModelLayout(model, ground["block_tokens"])
-        self._pool = Pool(ground["pool_bytes"])
+        self.options = options
+        self._model_layout = ModelLayout(model, options.block_tokens)
+        self._pool = Pool(options.pool_bytes)
         self._saver = Saver(store.events)
         self._lock = Lock()
         self._spaces: dict[bytes, Any] = {}
@@ -197,13 +206,14 @@ class Attachment:
 
     def _ground(self) -> Ground:
         """What a run of now stands on. Raises Refused."""
-        layout, stamp = self._model_layout.current()
+        present, options = self._model_layout.current(), self.options
         with self._lock:
-            space = self._spaces.get(layout.fingerprint)
+            space = self._spaces.get(present.layout.fingerprint)
             if space is None:
-                space = self.store.namespace(layout, salt=self._salt, label=self._label)
-                self._spaces[layout.fingerprint] = space
-        return Ground(self.store, space, layout, stamp, self._model_layout, self._pool, self._saver, self._least)
+                space = self.store.namespace(present.layout, salt=options.salt, label=options.label)
+                self._spaces[present.layout.fingerprint] = space
+        least = options.least_tokens
+        return Ground(self.store, space, present, self._model_layout, self._pool, self._saver, least)
 
     def _refuse(self, reason: str, tokens: int) -> None:
         self._note(Request(tokens, 0, reason))
@@ -255,17 +265,7 @@ def attach(
     if isinstance(vars(inner).get("generate"), _Generate):
         raise UnsupportedError("this model is attached already", "call detach() on its attachment first")
     chosen = label if label is not None else _label(inner)
-    attachment = Attachment(
-        inner,
-        store,
-        {
-            "salt": salt,
-            "label": chosen,
-            "least_tokens": least_tokens,
-            "block_tokens": block_tokens,
-            "pool_bytes": pool_bytes,
-        },
-    )
+    attachment = Attachment(inner, store, Options(salt, chosen, block_tokens, least_tokens, pool_bytes))
     attachment.warm(warm_tokens)
     return attachment
 

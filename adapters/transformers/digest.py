@@ -100,7 +100,10 @@ class Watch:
         self._device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
     def signature(self, modules: Iterable[torch.nn.Module]) -> Signature:
-        """The present signature of a model's modules, in the order of `modules_of`. About a millisecond for a few hundred tensors in host memory."""
+        """The present signature of a model's modules, in the order of `modules_of`.
+
+        About a millisecond for a few hundred tensors in host memory.
+        """
         found: list[torch.Tensor] = []
         adapters: list[tuple[Any, ...]] = []
         for module in modules:

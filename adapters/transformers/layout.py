@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from dataclasses import dataclass
 from inspect import signature as signature_of
 from threading import Lock
 from typing import Any
@@ -40,6 +41,15 @@ class Refused(UnsupportedError):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A model's layout as it is now. dtype: the cache's. stamp: for `ModelLayout.unchanged`."""
+
+    layout: Layout
+    dtype: torch.dtype
+    stamp: object
+
+
 class ModelLayout:
     """Follows one model's layout through changes of its weights and adapters. May be used from several threads."""
 
@@ -49,12 +59,11 @@ class ModelLayout:
         self.block_tokens = block_tokens
         self._watch = Watch()
         self._lock = Lock()
-        self._known: OrderedDict[tuple[Signature, str], Layout] = OrderedDict()
+        self._known: OrderedDict[tuple[Signature, str], Present] = OrderedDict()
         self._refused: tuple[str, str | None] = ("", None)
-        self._shapes: tuple[tuple[LayerShape, ...], torch.dtype] | None = None
 
-    def current(self) -> tuple[Layout, object]:
-        """The present layout, and a stamp for `unchanged`. Raises Refused.
+    def current(self) -> Present:
+        """The present layout. Raises Refused.
 
         Takes one or two milliseconds while nothing changed; new weights or adapters are read in full.
         """
@@ -66,14 +75,12 @@ class ModelLayout:
             reason = self._refused[1] or allow.refuse_state(self.model, modules)
             if reason:
                 raise Refused(reason)
-            if self._shapes is None:
-                self._shapes = self._probe()
             stamp = self._watch.signature(modules), digest
             if stamp not in self._known:
-                self._known[stamp] = self._describe(digest)
+                self._known[stamp] = self._describe(digest, stamp)
                 while len(self._known) > _KEPT:
                     self._known.popitem(last=False)
-            return self._known[stamp], stamp
+            return self._known[stamp]
 
     def unchanged(self, stamp: object) -> bool:
         """Whether weights, adapters and configuration are still those of ``stamp``."""
@@ -81,20 +88,13 @@ class ModelLayout:
             return (self._watch.signature(modules_of(self.model)), config_digest(self.model.config)) == stamp
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The cache's dtype. Only after `current`."""
-        assert self._shapes is not None
-        return self._shapes[1]
-
-    @property
     def device(self) -> torch.device:
         """Where the model's weights are."""
         device: torch.device = self.model.device
         return device
 
-    def _describe(self, digest: str) -> Layout:
-        assert self._shapes is not None
-        shapes, dtype = self._shapes
+    def _describe(self, digest: str, stamp: object) -> Present:
+        shapes, dtype = self._probe()
         name = dtype_name(dtype)
         rope = json.dumps(getattr(self.model.config, "rope_parameters", None), sort_keys=True, default=str)
         traits = {
@@ -105,7 +105,7 @@ class ModelLayout:
             "rope": rope,
         }
         block = self.block_tokens or default_block_tokens([shapes], name)
-        return Layout(name, (shapes,), block, tuple(traits.items()))
+        return Present(Layout(name, (shapes,), block, tuple(traits.items())), dtype, stamp)
 
     def _probe(self) -> tuple[tuple[LayerShape, ...], torch.dtype]:
         """Shapes and dtype of the cache that the model fills. Raises Refused."""

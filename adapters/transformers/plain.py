@@ -69,7 +69,8 @@ def load(
     Raises UnsupportedError for a model, mask or cache that is not on the allow-list.
     """
     models = _layout_of(model, block_tokens)
-    layout, _ = models.current()
+    present = models.current()
+    layout = present.layout
     reason = allow.refuse_cache(cache) if cache is not None else None
     pads = left_pads(input_ids, attention_mask)
     if reason or isinstance(pads, str):
@@ -78,7 +79,7 @@ def load(
         raise Refused("mask")
     space = store.namespace(layout, salt=salt)
     batch, columns = input_ids.shape
-    stack = Stack(layout.groups[0], models.dtype, models.device, batch, columns + room, _pool)
+    stack = Stack(layout.groups[0], present.dtype, models.device, batch, columns + room, _pool)
     loaded = fill(store, space, layout, rows_of(input_ids, pads), stack, 1)
     filled = DynamicCache() if cache is None else cache
     install(filled, stack, loaded)
@@ -101,7 +102,7 @@ def save(
     The cache may change as soon as this returns. Raises UnsupportedError for a model, mask or cache that is not on the
     allow-list, LayoutError for a cache of another model or batch.
     """
-    layout, _ = _layout_of(model, block_tokens).current()
+    layout = _layout_of(model, block_tokens).current().layout
     pads = left_pads(input_ids, attention_mask)
     if isinstance(pads, str):
         raise Refused(pads)

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvstore.adapters.transformers import allow
 from kvstore.adapters.transformers.growing import hold, install, stack_of
-from kvstore.adapters.transformers.layout import ModelLayout, Refused
+from kvstore.adapters.transformers.layout import ModelLayout, Present, Refused
 from kvstore.adapters.transformers.pool import Pool
 from kvstore.adapters.transformers.rows import counts_from_zero, fill, left_pads, rows_of
 from kvstore.adapters.transformers.saver import Saver
@@ -41,12 +41,16 @@ class Ground:
 
     store: Store
     space: Namespace
-    layout: Layout
-    stamp: object
+    present: Present
     model_layout: ModelLayout
     pool: Pool
     saver: Saver
     least: int
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout when the run began."""
+        return self.present.layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Run:
         ground = self.ground
         room = min(self.plan.room, max(ROOM, prompt.shape[1]))
         shapes, batch = ground.layout.groups[0], ids.shape[0]
-        dtype, device = ground.model_layout.dtype, ground.model_layout.device
+        dtype, device = ground.present.dtype, ground.model_layout.device
         stack = Stack(shapes, dtype, device, batch, prompt.shape[1] + room, ground.pool)
         loaded = fill(ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.least)
         cache = DynamicCache() if given is None else given
@@ -188,7 +192,7 @@ class Run:
         stack = stack_of(self.cache) if self.cache is not None else None
         if not self.saving or not tokens:
             return
-        if stack is None or not ground.model_layout.unchanged(ground.stamp):
+        if stack is None or not ground.model_layout.unchanged(ground.present.stamp):
             self._stop("changed")
             return
         distinct = {row.tobytes(): (row, stack.row(ground.layout, i, self.pads[i])) for i, row in enumerate(tokens)}

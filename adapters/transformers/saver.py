@@ -5,6 +5,9 @@ Whoever submits work promises that the memory stays as it is until the work is d
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
@@ -13,6 +16,11 @@ from kvstore.events import Events, Fault, Skipped
 
 PENDING = 8
 """Saves that may wait. Each holds a request's buffer, so they bound memory."""
+
+
+# A save copies with threads of the store's, and none starts work once the interpreter has begun to end; `atexit` is
+# later than that. Where this hook is missing, a program that does not close its store may lose its last saves.
+_at_exit: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 
 
 class Saver:
@@ -24,6 +32,7 @@ class Saver:
         self._lock = Lock()
         self._waiting: set[Future[None]] = set()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
+        _at_exit(_flush, weakref.ref(self))
 
     def submit(self, work: Callable[[], object], blocks: int) -> Future[None] | None:
         """Do ``work``, which saves about ``blocks`` blocks, soon; None where too much waits already: no save."""
@@ -56,3 +65,9 @@ class Saver:
     def _done(self, future: Future[None]) -> None:
         with self._lock:
             self._waiting.discard(future)
+
+
+def _flush(saver: weakref.ref[Saver]) -> None:
+    alive = saver()
+    if alive is not None:
+        alive.flush()

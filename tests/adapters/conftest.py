@@ -82,8 +82,18 @@ def counted() -> Counters:
 
 
 @pytest.fixture
-def store(tmp_path: Path, seen: list[Event], counted: Counters) -> Iterator[Any]:
-    with kvstore.open(tmp_path / "store", ram="48MiB", nvme="64MiB", observers=(seen.append, counted)) as opened:
+def open_store(tmp_path: Path, shm: Path) -> Callable[..., Any]:
+    """Opens the store of a name, with room for the tests here; the caller closes it."""
+
+    def opened(name: str = "store", **settings: Any) -> Any:
+        return kvstore.open(tmp_path / name, ram_directory=shm, **{"ram": "48MiB", "nvme": "64MiB", **settings})
+
+    return opened
+
+
+@pytest.fixture
+def store(open_store: Callable[..., Any], seen: list[Event], counted: Counters) -> Iterator[Any]:
+    with open_store(observers=(seen.append, counted)) as opened:
         yield opened
 
 

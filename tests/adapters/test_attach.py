@@ -14,7 +14,6 @@ transformers = pytest.importorskip("transformers")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-import kvstore  # noqa: E402
 from kvstore.adapters.transformers import attach  # noqa: E402
 from kvstore.adapters.transformers.digest import Watch, adapters_digest, config_digest, weights_digest  # noqa: E402
 from kvstore.adapters.transformers.layout import ModelLayout, cache_argument  # noqa: E402
@@ -96,9 +95,9 @@ def test_what_cannot_generate_is_refused(tiny: Any, store: Any) -> None:
         attach(torch.nn.Linear(2, 2), store)
 
 
-def test_a_store_too_small_for_one_block_is_said_when_attaching(tiny: Any, tmp_path: Any) -> None:
+def test_a_store_too_small_for_one_block_is_said_when_attaching(tiny: Any, open_store: Any) -> None:
     model = tiny("llama", num_key_value_heads=4, hidden_size=1024, num_hidden_layers=2, intermediate_size=8)
-    with kvstore.open(tmp_path / "small", ram="24MiB", nvme=0) as opened, pytest.raises(BudgetError):
+    with open_store(ram="24MiB", nvme=0) as opened, pytest.raises(BudgetError):
         attach(model, opened, block_tokens=4096, warm_tokens=0)
 
 
@@ -167,12 +166,16 @@ def loaded(model: Any) -> None:
     model.load_state_dict({name: tensor * 1.1 for name, tensor in model.state_dict().items()})
 
 
+def halved(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
 def one_element(model: Any) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[50, 3] += 1
 
 
-@pytest.mark.parametrize("change", [added, added_through_data, replaced, swapped_data, loaded, one_element])
+@pytest.mark.parametrize("change", [added, added_through_data, replaced, swapped_data, loaded, one_element, halved])
 def test_changed_weights_never_meet_old_kv(change: Any, tiny: Any, ids: Any, store: Any) -> None:
     model = tiny("llama")
     with attach(model, store, **OPTIONS) as attachment:
@@ -292,12 +295,13 @@ def test_names_do_not_change_the_configurations_digest_and_shapes_do(tiny: Any) 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
 def test_the_layout_has_the_shapes_that_the_cache_really_holds(family: str, tiny: Any) -> None:
     model = tiny(family)
-    layout, stamp = ModelLayout(model).current()
+    present = ModelLayout(model).current()
+    layout = present.layout
     cache = transformers.DynamicCache()
     model(torch.arange(5)[None], use_cache=True, **{cache_argument(model): cache})
     held = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
     assert [(shape.heads, shape.k_dim, shape.v_dim) for shape in layout.groups[0]] == held
     assert layout.dtype == "float32"
     assert layout.payload_bytes() >= min(1 << 20, layout.payload_bytes(0, 256))
-    assert ModelLayout(model).current()[0].fingerprint == layout.fingerprint
-    assert ModelLayout(model).current()[1] == stamp
+    assert ModelLayout(model).current().layout.fingerprint == layout.fingerprint
+    assert ModelLayout(model).current().stamp == present.stamp

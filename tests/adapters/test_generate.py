@@ -53,6 +53,11 @@ def own_empty(model: Any, ids: Any) -> Any:
     return out, more.logits
 
 
+def own_static(model: Any, ids: Any) -> Any:
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    return model.generate(ids(40), **GREEDY, **{cache_argument(model): cache})
+
+
 def offset_positions(model: Any, ids: Any) -> Any:
     positions = torch.arange(3, 43)[None]
     return model.generate(ids(40), position_ids=positions, **GREEDY)
@@ -255,6 +260,10 @@ CASES = [
     simple("custom loop", "custom-generate", custom_generate=lambda model, input_ids, **_: input_ids),
     simple("static cache", "static-cache", cache_implementation="static"),
     simple("quantized cache", "quantized-cache", raises=True, cache_implementation="quantized"),
+    simple("offloaded cache", "offloaded-cache", cache_implementation="offloaded"),
+    simple("a cache kind of other models", "other-cache", cache_implementation="hybrid"),
+    simple("constrained", "constrained", raises=True, num_beams=2, force_words_ids=[[5]]),
+    Case("a static cache of the user's", own_static, "foreign-cache"),
     simple("no cache", "no-cache", use_cache=False),
     simple("hidden states", "outputs", return_dict_in_generate=True, output_hidden_states=True),
     Case("a filled cache", filled, "filled-cache"),

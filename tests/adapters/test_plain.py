@@ -32,7 +32,7 @@ def run(model: Any, ids: Any, cache: Any, mask: Any = None) -> Any:
 @pytest.mark.parametrize("given", ["none", "stock", "growing"])
 def test_a_loop_of_ones_own_resumes(family: str, saved: str, given: str, tiny: Any, ids: Any, store: Any) -> None:
     model = tiny(family)
-    layout = ModelLayout(model).current()[0]
+    layout = ModelLayout(model).current().layout
     whole = ids(50)
 
     def empty(kind: str) -> Any:

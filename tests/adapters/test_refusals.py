@@ -107,6 +107,61 @@ def rope(kind: str, **more: Any) -> Callable[[], Any]:
     return lambda: made("Llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **more})
 
 
+def with_own_generate() -> Any:
+    class Mine(transformers.LlamaForCausalLM):
+        __module__ = "transformers.models.llama.modeling_llama"
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **kwargs)
+
+    return Mine(transformers.LlamaConfig(**SMALL))
+
+
+def seeing() -> Any:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = transformers.LlamaConfig(**SMALL)
+    eye = transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4)
+    config = transformers.LlavaConfig(vision_config=eye, text_config=text)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def with_config(**entries: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        model = made("Llama")
+        for name, value in entries.items():
+            setattr(model.config, name, value)
+        return model
+
+    return build
+
+
+def failing() -> Any:
+    model = made("Llama")
+    model.model.embed_tokens = torch.nn.Embedding(1, 32)
+    return model
+
+
+def sharded() -> Any:
+    class DTensor(torch.nn.Parameter):
+        pass
+
+    model = made("Llama")
+    model.lm_head.weight = DTensor(model.lm_head.weight.detach())
+    return model
+
+
+def with_a_learned_prompt() -> Any:
+    model = made("Llama")
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: None
+    return model
+
+
+def xlnet() -> Any:
+    return transformers.XLNetLMHeadModel(
+        transformers.XLNetConfig(vocab_size=97, d_model=32, n_layer=2, n_head=4, d_inner=8)
+    )
+
+
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0, "original_max_position_embeddings": 64}
 RUNS = {
     "encoder-decoder": t5,
@@ -121,13 +176,21 @@ RUNS = {
     "inference-weights": under_inference,
     "several-devices": two_devices,
 }
-STANDS = {"no-weights": unloaded, "compiled": compiled, "rope-unknown": lambda: renamed_rope("proportional")}
-
-
-def renamed_rope(kind: str) -> Any:
-    model = made("Llama")
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0}
-    return model
+STANDS = {
+    "no-weights": unloaded,
+    "compiled": compiled,
+    "own-generate": with_own_generate,
+    "multimodal": seeing,
+    "rope-unknown": with_config(rope_parameters={"rope_type": "proportional", "rope_theta": 10000.0}),
+    "rope-multi-axis": with_config(rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]}),
+    "shared-kv": with_config(num_kv_shared_layers=1),
+    "layer-kind": with_config(layer_types=["full_attention", "never_heard_of"]),
+    "cache-kind": xlnet,
+    "probe": failing,
+    "dtype": lambda: made("Llama").double(),
+    "sharded": sharded,
+    "prompt-learning": with_a_learned_prompt,
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -154,7 +217,7 @@ def test_a_refused_model_runs_as_without_the_adapter(
 
 @pytest.mark.parametrize("reason", STANDS)
 def test_a_model_that_cannot_run_here_is_refused_by_name(reason: str, store: Any) -> None:
-    with pytest.warns(UserWarning, match=reason), attach(STANDS[reason](), store) as attachment:
+    with pytest.warns(UserWarning, match=reason), attach(STANDS[reason]().eval(), store) as attachment:
         assert attachment.refusal() == reason
 
 
@@ -178,6 +241,19 @@ def test_a_model_that_leaves_training_is_served_from_then_on(store: Any, ids: An
         attachment.flush()
     assert attachment.last.reused_tokens == 29
     attachment.detach()
+
+
+def test_inputs_that_token_ids_do_not_show_are_refused(store: Any, ids: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=None)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    kinds = {"token_type_ids": torch.ones_like(ids(30)), **GREEDY}
+    expected = model.generate(ids(30), pad_token_id=0, **kinds)
+    with attach(model, store) as attachment:
+        with pytest.warns(UserWarning, match="inputs"):
+            found = model.generate(ids(30), pad_token_id=0, **kinds)
+        assert torch.equal(found, expected)
+        assert attachment.last.refused == "inputs"
 
 
 def test_every_reason_says_what_it_means() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
-import kvstore  # noqa: E402
 from kvstore.adapters.transformers import attach  # noqa: E402
 from kvstore.adapters.transformers.allow import refuse_model  # noqa: E402
 from kvstore.adapters.transformers.layout import cache_argument  # noqa: E402
@@ -241,13 +242,13 @@ def test_half_precision_is_stored_bit_for_bit(tiny: Any, ids: Any, store: Any) -
             assert torch.equal(old.keys, new.keys[:, :, :47])
 
 
-def test_another_process_memory_is_not_needed(tiny: Any, ids: Any, tmp_path: Path) -> None:
+def test_a_model_built_anew_resumes_from_a_store_opened_anew(tiny: Any, ids: Any, open_store: Any) -> None:
     whole = ids(60)
     expected = tiny("llama").generate(whole, **GREEDY)
     for turn in range(2):
         model = tiny("llama")  # built anew: the same weights, other objects
         with (
-            kvstore.open(tmp_path / "kept", ram="32MiB", nvme="64MiB") as opened,
+            open_store() as opened,
             attach(model, opened, block_tokens=BLOCK, warm_tokens=0) as attachment,
         ):
             out = model.generate(whole, **GREEDY)
@@ -355,10 +356,10 @@ def test_a_store_that_fails_costs_speed_and_never_the_request(
     assert any(name.startswith("fault.adapter") for name in counted.snapshot())
 
 
-def test_a_store_that_was_closed_costs_nothing_but_speed(tiny: Any, ids: Any, tmp_path: Path) -> None:
+def test_a_store_that_was_closed_costs_nothing_but_speed(tiny: Any, ids: Any, open_store: Any) -> None:
     model = tiny("llama")
     expected = model.generate(ids(40), **GREEDY)
-    opened = kvstore.open(tmp_path / "closed", ram="32MiB", nvme=0)
+    opened = open_store()
     attachment = attach(model, opened, warm_tokens=0)
     opened.close()
     assert torch.equal(model.generate(ids(40), **GREEDY), expected)
@@ -383,3 +384,29 @@ def test_a_save_for_which_there_is_no_room_is_skipped_and_counted(
         gate.set()
         attachment.flush()
     assert sum(isinstance(event, Skipped) and event.reason == "busy" for event in seen) == 4
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch, transformers, kvstore
+from kvstore.adapters.transformers import attach
+torch.manual_seed(0)
+config = transformers.LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                  num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+model = transformers.LlamaForCausalLM(config).eval()
+store = kvstore.open(sys.argv[1], ram_directory=Path(sys.argv[2]), ram="32MiB", nvme="32MiB")
+attachment = attach(model, store, block_tokens=16)
+model.generate(torch.arange(3, 43)[None], max_new_tokens=8, do_sample=False)
+print(attachment.last.reused_tokens)
+"""
+
+
+def test_a_program_that_closes_nothing_leaves_what_it_computed(tmp_path: Path, shm: Path) -> None:
+
+    printed = []
+    for _ in range(2):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "kept"), str(shm)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        printed.append(int(done.stdout.split()[-1]))
+    assert printed == [0, 39]
