@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,35 @@ FolderOption = Annotated[
     Path | None, typer.Option("--path", help="Folder for the temporary store; not on tmpfs.", show_default=False)
 ]
 PairsOption = Annotated[int, typer.Option(help="Pairs of measurements, ours and the limit in turn.", min=PAIRS_MIN)]
+
+
+def resume(
+    tokens: Annotated[int, typer.Option(help="Tokens that are stored and resumed.")] = 4096,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each request adds.")] = 16,
+    cold_tokens: Annotated[int, typer.Option(help="Tokens of the requests that measure the cost of saving.")] = 1024,
+    model: Annotated[str | None, typer.Option(help="A folder, or a name on the hub.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the model.", min=1, show_default=False)] = None,
+    pairs: PairsOption = PAIRS,
+    path: FolderOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """A real model's resumed requests, decoding, and cold requests, each beside its limit. Takes three minutes.
+
+    Example:
+
+        kvstore bench resume --tokens 4096 --json
+    """
+    from kvstore.tools.bench_resume import Plan, measure
+    from kvstore.tools.model import obtain
+
+    with terminal.progress() as step:
+        chosen = model or str(obtain(step))
+        used = threads or len(os.sched_getaffinity(0))
+        plan = Plan(chosen, folder_on_disk(path), tokens, new_tokens, pairs, used, cold_tokens)
+        figures = measure(plan, step)
+    names = ("ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead", "save_call_share")
+    rows = [_row(name, figures[f"{name}_samples"], figures[f"{name}_samples"].get("ratio")) for name in names]
+    _show(figures, "A resumed request, and what the adapter costs", rows, as_json)
 
 
 def tiers(

@@ -87,7 +87,7 @@ class Books:
 
     def put(self, names: Sequence[BlockName]) -> Reserved:
         """Reserve and publish blocks. Raises NoSpaceError when not all of them found a slot."""
-        reserved = self.tier.reserve(names, self.space, SLOT_BYTES, EPOCH)
+        reserved = self.tier.reserve(names, self.space, SLOT_BYTES, EPOCH, now=boottime_ns())
         if len(reserved.placed) != len(names):
             raise NoSpaceError(f"{len(reserved.left)} of {len(names)} blocks found no slot", "use fewer --entries")
         self.tier.publish([(placement, bytes(16)) for placement in reserved.placed], now=boottime_ns())

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvstore.tools import bench
+from kvstore.tools.demo import demo
 from kvstore.tools.doctor import doctor
 from kvstore.tools.evict import evict
 from kvstore.tools.show import ls, stats
@@ -37,6 +38,7 @@ def _root(
     pass
 
 
+app.command()(command(demo))
 app.command()(command(stats))
 app.command()(command(ls))
 app.command()(command(evict))
@@ -44,6 +46,7 @@ app.command()(command(verify))
 app.command()(command(doctor))
 
 _bench = typer.Typer(name="bench", help="Figures, each beside its limit.", no_args_is_help=True, rich_markup_mode=None)
+_bench.command()(command(bench.resume))
 _bench.command()(command(bench.tiers))
 _bench.command()(command(bench.index))
 app.add_typer(_bench)

@@ -131,7 +131,10 @@ def confirmed(question: str, yes: bool) -> bool:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Step]:
-    """A bar a stage on standard error; where that is no terminal, one line a stage."""
+    """A bar a stage on standard error; where that is no terminal, a line for each new text.
+
+    What follows a colon in a stage's name says what it is at, and does not make it another stage.
+    """
     screen = notes()
     if not screen.is_terminal:
         seen: set[str] = set()
@@ -148,8 +151,9 @@ def progress() -> Iterator[Step]:
         tasks: dict[str, Any] = {}
 
         def bar(stage: str, done: int, total: int | None) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(escape(stage), total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+            name = stage.partition(":")[0]
+            if name not in tasks:
+                tasks[name] = bars.add_task(escape(stage), total=total)
+            bars.update(tasks[name], description=escape(stage), completed=done, total=total)
 
         yield bar

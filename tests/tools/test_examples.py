@@ -18,11 +18,15 @@ from typer.main import get_command
 from kvstore.tools.cli import app
 
 SMALLER: dict[str, list[str]] = {
+    "demo": ["--tokens", "128"],
+    "bench resume": ["--tokens", "128", "--cold-tokens", "64", "--pairs", "5"],
     "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
     "bench tiers": ["--tokens", "256", "--pairs", "5"],
 }
 """Arguments added to examples that would take minutes; the last of an option counts."""
 KEYS: dict[str, set[str]] = {
+    "demo": {"identical", "reused_tokens"},
+    "bench resume": {"ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead"},
     "bench index": {"match", "reserve_publish", "victims"},
     "bench tiers": {"ram", "nvme"},
 }
@@ -53,9 +57,13 @@ def test_help_has_an_example_and_json(name: str) -> None:
     assert all(getattr(option, "help", None) for option in ALL[name].params if option.name != "help"), name
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_the_example_runs_and_its_json_is_one_object(made: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("demo", "bench resume") else ()) for name in ALL]
+)
+def test_the_example_runs_and_its_json_is_one_object(made: Any, name: str, request: pytest.FixtureRequest) -> None:
     words = [*example(ALL[name])[1:], *SMALLER.get(name, []), "--json"]
+    if any("--model" in getattr(option, "opts", ()) for option in ALL[name].params):
+        words += ["--model", str(request.getfixturevalue("tiny_model"))]
     done = subprocess.run(
         [sys.executable, "-m", "kvstore.tools.cli", *words],
         cwd=made.path.parent,
