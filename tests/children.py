@@ -6,6 +6,8 @@ line out the answer. Imports no torch and no pytest: a child is there in a quart
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ from known_kv import SPEAKERS, load, load_match, open_small, save
 
 from kvstore.errors import KVStoreError
 from kvstore.events import Event, Miss
+from kvstore.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -141,6 +144,55 @@ def churn(path: Path, memory: Path, seed: int, seconds: float, settings: Mapping
     return {**counts, "changed": changed}
 
 
+KILLED = 42
+"""Exit status of a child that died where it was told to."""
+
+
+def die_at(target: str, when: str, tier: str | None, nth: int) -> None:
+    """Let this process die at the ``nth`` call of ``module:attribute``, "before" or "after" it.
+
+    tier: only calls whose first argument has this name.
+    """
+    module_name, path = target.split(":")
+    *outer, last = path.split(".")
+    owner: Any = importlib.import_module(module_name)
+    for part in outer:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, last), 0
+
+    @functools.wraps(real)
+    def dying(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        mine = tier is None or getattr(arguments[0], "name", None) == tier
+        calls += mine
+        if mine and calls == nth and when == "before":
+            os._exit(KILLED)
+        answer = real(*arguments, **named)
+        if mine and calls == nth:
+            os._exit(KILLED)
+        return answer
+
+    setattr(owner, last, dying)
+
+
+def live(store: Store) -> None:
+    """A life that comes by every place where a process can die."""
+    plain, narrow = SPEAKERS[0], SPEAKERS[3]
+    for first in range(0, 10_000, 1000):
+        save(store, plain, range(first, first + 180))
+        store.flush(60)
+    store.evict(everything=True, tier="ram")
+    match = store.match(store.namespace(plain.layout), range(9000, 9180))
+    load_match(store, plain, list(range(9000, 9180)), match)
+    for first in range(20_000, 30_000, 1000):
+        save(store, narrow, range(first, first + 700))
+        store.flush(60)
+    store.evict(prefix=store.match(store.namespace(narrow.layout, salt="a"), range(29_000, 29_100)))
+    save(store, plain, range(40_000, 40_100))
+    store.pin("x", store.namespace(plain.layout), range(40_000, 40_100))
+    store.flush(60)
+
+
 class Nursery:
     """A process that has imported kvstore and opened nothing; it forks writers, so that hundreds are cheap."""
 
@@ -154,6 +206,10 @@ class Nursery:
     def kill(self, pid: int) -> None:
         """SIGKILL, and wait until it is gone."""
         self._child.do("kill", pid=pid)
+
+    def death(self, path: Path, memory: Path, point: tuple[str, str, str | None, int]) -> int:
+        """The exit status of a process that lives until it comes to a point of `die_at`."""
+        return int(self._child.do("die", path=str(path), memory=str(memory), point=point))
 
     def close(self) -> None:
         """End the nursery."""
@@ -172,9 +228,16 @@ def nurse() -> None:
         pid = os.fork()
         if not pid:
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-            churn(Path(given["path"]), Path(given["memory"]), given["seed"], 600.0, given["settings"])
+            path, memory = Path(given["path"]), Path(given["memory"])
+            if verb == "die":
+                die_at(*given["point"])
+                with open_small(path, memory) as store:
+                    live(store)
+            else:
+                churn(path, memory, given["seed"], 600.0, given["settings"])
             os._exit(0)
-        print(json.dumps(pid), flush=True)
+        answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if verb == "die" else pid
+        print(json.dumps(answer), flush=True)
 
 
 def main(path: Path, memory: Path, settings: dict[str, Any]) -> None:
