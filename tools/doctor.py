@@ -16,8 +16,10 @@ from pathlib import Path
 
 import typer
 
-from kvstore import host
+from kvstore import host, superblock
 from kvstore.errors import KVStoreError
+from kvstore.memory_home import orphans
+from kvstore.owners import survey
 from kvstore.settings import Settings
 from kvstore.sizes import GIB, MIB, format_size
 from kvstore.tools import terminal
@@ -25,6 +27,7 @@ from kvstore.tools import terminal
 PACKAGES = ("prefix-kvstore", "lmdb", "numpy", "xxhash", "zstandard", "torch", "transformers", "vllm")
 DESCRIPTORS_MIN = 1024
 RAM_USEFUL = 256 * MIB
+ORPHANS_ADVICE = "opening any store of this user frees it"
 
 
 class Grade(StrEnum):
@@ -73,11 +76,21 @@ def examine(path: Path | None) -> list[Finding]:
         settings = Settings.resolve(path if named else Path.cwd())
     except KVStoreError as error:
         return [*findings, _refused("settings", error)]
-    findings.append(Finding("store", str(settings.path)))
-    for look in (_filesystem, _owner, _direct, _nvme, _shared_memory, _ram, _descriptors, _file_size, _locked_memory):
-        findings.extend(_contained(look, settings))
-    findings.extend(_contained(_memory, settings))
-    return findings
+    findings += _contained(_store, settings) if named else [Finding("store", f"none named; looking at {settings.path}")]
+    for look in (
+        _filesystem,
+        _owner,
+        _direct,
+        _nvme,
+        _shared_memory,
+        _ram,
+        _orphans,
+        _descriptors,
+        _file_size,
+        _locked_memory,
+    ):
+        findings += _contained(look, settings)
+    return findings + _contained(_memory, settings)
 
 
 def _contained(look: Callable[[Settings], Iterator[Finding]], settings: Settings) -> list[Finding]:
@@ -100,6 +113,28 @@ def _versions() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding(name, "not installed")
     yield Finding("CUDA", "a driver is loaded" if Path("/proc/driver/nvidia/version").exists() else "no driver")
+
+
+def _store(settings: Settings) -> Iterator[Finding]:
+    path = settings.path
+    if (path / superblock.SUPERBLOCK).is_file():
+        superblock.read_store_id(path)
+        yield Finding("store", f"{path}, format {superblock.VERSION}")
+        superblock.refuse_other_namespaces(path, None)
+        yield Finding("in use", f"by {len(survey(path / superblock.OWNERS)[0])} processes of this PID namespace")
+    elif path.is_dir() and any(path.iterdir()):
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:3])
+        advice = "name an empty directory, or one that does not exist"
+        yield Finding("store", f"{path} is not one, and holds {names}", Grade.REFUSED, advice)
+    else:
+        yield Finding("store", f"{path}, not made yet")
+
+
+def _orphans(settings: Settings) -> Iterator[Finding]:
+    left = orphans(settings.ram_directory)
+    if left:
+        size = format_size(sum(map(allocated_bytes, left)))
+        yield Finding("orphaned memory", f"{size} of {len(left)} stores that are gone", Grade.NOTE, ORPHANS_ADVICE)
 
 
 def _filesystem(settings: Settings) -> Iterator[Finding]:

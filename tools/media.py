@@ -46,7 +46,7 @@ class Media:
         the segments hold is overwritten: `ram` must be empty at every `raw_read`.
         """
         path = self.settings.path
-        folder = self.settings.ram_directory / superblock.ram_name(path, superblock.store_id(path))
+        folder = self.settings.ram_directory / superblock.ram_name(path, superblock.read_store_id(path))
         pieces = limits.Pieces(sorted(folder.glob("*.seg")))
         if pieces.size >= self.size:
             self._pieces = pieces

@@ -62,6 +62,6 @@ def remove_store(path: Path) -> None:
     """Delete a store that nobody has open, with what it holds in shared memory, where the settings say that is."""
     with contextlib.suppress(KVStoreError, OSError):
         if (path / superblock.SUPERBLOCK).is_file():
-            name = superblock.ram_name(path, superblock.store_id(path))
+            name = superblock.ram_name(path, superblock.read_store_id(path))
             shutil.rmtree(Settings.resolve(path).ram_directory / name, ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)

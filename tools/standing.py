@@ -50,7 +50,7 @@ def standing_store(path: Path | None) -> Iterator[Store]:
         raise FormatError(f"{where} is not a store", "check --path and KVSTORE_PATH; kvstore.open() makes a store")
     superblock.prepare_directory(where)
     nvme = _budget(where / "nvme", durable=True) or 0
-    ram = _budget(settings.ram_directory / superblock.ram_name(where, superblock.store_id(where)), durable=False)
+    ram = _budget(settings.ram_directory / superblock.ram_name(where, superblock.read_store_id(where)), durable=False)
     with kvstore.open(path, ram=ram or settings.ram, nvme=nvme, hbm=0) as store:
         yield store
 

@@ -147,7 +147,7 @@ def progress() -> Iterator[Step]:
         yield line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen) as bars:
+    with Progress(*columns, console=screen, refresh_per_second=2) as bars:
         tasks: dict[str, Any] = {}
 
         def bar(stage: str, done: int, total: int | None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import kvstore
 from kvstore.tools.cli import app
 from kvstore.tools.doctor import Finding, Grade, allocated_bytes, examine
 
@@ -62,6 +65,23 @@ def test_another_users_store_is_refused(tmp_path: Path) -> None:
     finding = found(tmp_path, "owner")
     assert finding.grade is Grade.REFUSED
     assert "12345" in finding.value
+
+
+def test_what_lies_at_the_path_is_told_and_a_foreign_folder_is_refused(made: Any, tmp_path: Path) -> None:
+    assert "format 1" in found(made.path, "store").value
+    assert found(made.path, "in use").value.startswith("by 0 ")
+    with kvstore.open(made.path, ram="8MiB", nvme="16MiB"):
+        assert found(made.path, "in use").value.startswith("by 1 ")
+    (made.path / "STORE").write_bytes(b"KVSTORE\n" + bytes(32))
+    assert found(made.path, "store").grade is Grade.REFUSED
+    assert found(tmp_path, "store").grade is Grade.REFUSED
+    assert "not made yet" in found(tmp_path / "new", "store").value
+
+
+def test_memory_of_stores_that_are_gone_is_found(made: Any) -> None:
+    assert not [finding for finding in examine(made.path) if finding.subject == "orphaned memory"]
+    shutil.rmtree(made.path)
+    assert found(made.path, "orphaned memory").grade is Grade.NOTE
 
 
 def test_json_is_one_object_and_the_exit_code_says_whether_anything_is_refused(tmp_path: Path) -> None:
