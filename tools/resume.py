@@ -63,7 +63,7 @@ class Bench:
         if context is not None and needed > context:
             problem = f"--tokens {tokens} needs a context of {needed} tokens, the model has {context}"
             raise SettingsError(problem, f"use --tokens {context - needed + tokens} or fewer, or another model")
-        self.layout = ModelLayout(self.model).current()[0]
+        self.layout = ModelLayout(self.model).current().layout
         budget = max(BUDGET_MIN, BLOCK_ROOM * self.kv_bytes)
         self.settings = Settings.resolve(path, ram=budget, nvme=budget, hbm=0)
         self._store: Store | None = None
