@@ -28,16 +28,26 @@ class Card:
 
 
 class Owner:
-    """This process, as long as it keeps its file locked."""
+    """This process, as long as it keeps its file locked.
+
+    To be made under the store's opening lock: a hidden file is then always of a process that died before it was ready.
+    """
 
     def __init__(self, directory: Path, *, device: bool) -> None:
+        for stale in directory.glob(".*"):
+            stale.unlink(missing_ok=True)
         self.id = secrets.token_bytes(16)
         self._path = directory / self.id.hex()
         hidden = directory / f".{self.id.hex()}"
         self._fd: int | None = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        os.write(self._fd, _CARD.pack(pid_namespace(), os.getpid(), device))
-        hidden.rename(self._path)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            os.write(self._fd, _CARD.pack(pid_namespace(), os.getpid(), device))
+            hidden.rename(self._path)
+        except OSError:
+            self.disown()
+            hidden.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         """Die properly: nothing must be left to take back."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvstore import superblock
 from kvstore.core import Core, Wrap
-from kvstore.errors import ClosedError
+from kvstore.errors import ClosedError, PathError
 from kvstore.events import Observer
 from kvstore.settings import Settings
 
@@ -33,10 +33,21 @@ def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> tu
         core = _cores.get(key)
         fresh = core is None or core.closed
         if core is None or fresh:
-            core = Core(settings, wrap, tuple(observers))
+            core = _opened(settings, wrap, observers)
             _cores[key] = core
         core.handles += 1
         return core, fresh
+
+
+def _opened(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> Core:
+    try:
+        return Core(settings, wrap, tuple(observers))
+    except OSError as error:
+        where = error.filename or settings.path
+        raise PathError(
+            f"{settings.path} cannot be opened: {where}: {error.strerror}",
+            "check that path and ram_directory are directories you can write, with some space left",
+        ) from error
 
 
 def release(core: Core) -> None:

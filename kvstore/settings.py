@@ -155,6 +155,8 @@ def _parse(file: Path, *, must_exist: bool) -> dict[str, object]:
             raise SettingsError(f"KVSTORE_CONFIG names {file}, which is not there", "create it, or unset it") from error
         return {}
     except OSError as error:
+        if not must_exist and not os.access(file.parent, os.X_OK):
+            return {}  # the whole directory is closed to this user: opening the store says why
         raise SettingsError(f"cannot read {file}: {error.strerror}", "make it a file this user can read") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file} is not TOML: {error}", 'write lines such as: ram = "2GiB"') from error

@@ -22,6 +22,7 @@ OPENING = "kvstore.tiers.opening"
 POINTS: list[tuple[str, str, str | None, int]] = [
     # opening a new store, and closing it
     ("kvstore.superblock:store_id", "after", None, 1),
+    ("kvstore.owners:pid_namespace", "after", None, 1),
     ("kvstore.owners:Owner.__init__", "after", None, 1),
     ("kvstore.index:Index._preallocate", "before", "nvme", 1),
     ("kvstore.index:Index._preallocate", "before", "ram", 1),
@@ -94,6 +95,7 @@ def test_a_death_at_this_step_costs_no_byte_and_no_slot(
     assert nursery.death(tmp_path / "kv", memory, point) == KILLED, "the process never came by"
     store = reopen()
     assert store.stats().processes == 1
+    assert len(list((tmp_path / "kv" / "owners").iterdir())) == 1
     assert store.verify().problems == []
     assert_files_are_known(store)
     for first in range(0, 10_000, 1000):
