@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -158,17 +159,15 @@ def die_at(target: str, when: str, tier: str | None, nth: int) -> None:
     owner: Any = importlib.import_module(module_name)
     for part in outer:
         owner = getattr(owner, part)
-    real, calls = getattr(owner, last), 0
+    real, calls = getattr(owner, last), itertools.count(1)
 
     @functools.wraps(real)
     def dying(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        mine = tier is None or getattr(arguments[0], "name", None) == tier
-        calls += mine
-        if mine and calls == nth and when == "before":
+        chosen = (tier is None or getattr(arguments[0], "name", None) == tier) and next(calls) == nth
+        if chosen and when == "before":
             os._exit(KILLED)
         answer = real(*arguments, **named)
-        if mine and calls == nth:
+        if chosen:
             os._exit(KILLED)
         return answer
 
