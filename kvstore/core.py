@@ -180,7 +180,8 @@ class Core:
 
     def stats(self) -> Stats:
         """The store at this moment."""
-        counters = merged(shared_counters(self.ram), self.counters.pending())
+        with self.keeper.sharing:
+            counters = merged(shared_counters(self.ram), self.counters.pending())
         blocks, waiting = self.mover.depth if self.mover is not None else (0, 0)
         return Stats(
             path=str(self.settings.path),

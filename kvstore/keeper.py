@@ -49,6 +49,8 @@ class Keeper:
         self._behind: dict[str, int] = {}
         self._grace, self._idle_work = grace, idle_work
         self._seen_dead: dict[bytes, float] = {}
+        self.sharing = threading.Lock()
+        """Held while counts are between this process's counters and the shared ones; who adds both up holds it too."""
         self._stop = threading.Event()
         self.take_back_the_dead()
         self._thread = threading.Thread(target=self._run, name="kvstore-keeper", daemon=True)
@@ -78,7 +80,10 @@ class Keeper:
 
     def flush_counters(self) -> None:
         """Add what this process counted to the counters that all share."""
-        fresh = self._counters.take()
+        with self.sharing:
+            self._share(self._counters.take())
+
+    def _share(self, fresh: dict[str, int]) -> None:
         if not fresh:
             return
 

@@ -166,3 +166,23 @@ def test_spawned_children_share_what_the_parent_saved(reopen: Reopen, tmp_path: 
         assert one.do("processes") == 3
         assert two.do("verify") == []
     assert load(store, ME, [1, *tokens])[0].tokens == 101
+
+
+def test_counts_do_not_go_missing_while_they_are_being_shared(reopen: Reopen) -> None:
+    store = reopen()
+    keeper, tokens = store._core.keeper, list(range(10))
+    stop = threading.Event()
+
+    def share() -> None:
+        while not stop.is_set():
+            keeper.flush_counters()
+
+    with ThreadPoolExecutor(1) as pool:
+        sharing = pool.submit(share)
+        try:
+            for turn in range(1, 300):
+                load(store, ME, tokens)
+                assert store.stats().asked_tokens == 10 * turn
+        finally:
+            stop.set()
+        sharing.result()
