@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +25,16 @@ from hypothesis.stateful import (
 )
 from known_kv import SPEAKERS, Speaker, open_small, shm
 
-from kvstore.errors import BudgetError, NoSpaceError, NotFoundError, StorageError
+from kvstore.errors import BudgetError, NotFoundError
 from kvstore.events import Event, Evicted, Fault, Notice, Skipped
 from kvstore.identity import Extra
-from kvstore.kv import Bytes
 from kvstore.store import Store
+from kvstore.tiers.fault import POSSIBLE, FaultMedium, FaultRule, Operation
 from kvstore.tiers.medium import Medium
 
 TRUNKS = np.random.default_rng(7).integers(0, 3, (3, 150)).tolist()
 LOSSY = {"lru", "recut", "corrupt", "expired", "dead owner", "shrink"}
+FAULTS = [(operation, effect) for operation in Operation for effect in sorted(POSSIBLE[operation])]
 Sequence_ = tuple[int, ...]
 Mark = tuple[int, int] | None
 
@@ -62,41 +62,6 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
-class Breakable:
-    """A medium whose operations fail while they are named in ``broken``."""
-
-    def __init__(self, inner: Medium, broken: set[tuple[str, str]]) -> None:
-        self._inner, self._broken = inner, broken
-        self.name = inner.name
-
-    def allocate(self, segment: int, size: int) -> None:
-        if (self.name, "allocate") in self._broken:
-            raise NoSpaceError("broken by the test", "heal it")
-        self._inner.allocate(segment, size)
-
-    def read(self, segment: int, offset: int, into: Sequence[Bytes]) -> None:
-        self._inner.read(segment, offset, into)
-        if (self.name, "read") in self._broken:
-            raise StorageError("broken by the test", "heal it")
-        if (self.name, "garble") in self._broken:
-            into[0][-1] ^= 1
-            into[0][5000] ^= 1
-
-    def write(self, segment: int, offset: int, data: Sequence[Bytes]) -> None:
-        if (self.name, "write") in self._broken:
-            self._inner.write(segment, offset, data[: len(data) // 2])
-            raise StorageError("broken by the test", "heal it")
-        self._inner.write(segment, offset, data)
-
-    def sync(self, segments: Iterable[int]) -> None:
-        if (self.name, "sync") in self._broken:
-            raise StorageError("broken by the test", "heal it")
-        self._inner.sync(segments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 class StoreAgainstDictionary(RuleBasedStateMachine):
     """budgets: of `ram` and `nvme`. faults: whether media break and bytes turn over."""
 
@@ -107,7 +72,8 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
         self.memory = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir=shm()))
-        self.broken: set[tuple[str, str]] = set()
+        self.media: dict[str, FaultMedium] = {}
+        self.broken = False
         self.possible: dict[Speaker, set[Sequence_]] = {speaker: set() for speaker in SPEAKERS}
         self.certain: dict[Speaker, set[Sequence_]] = {speaker: set() for speaker in SPEAKERS}
         self.pinned: dict[str, tuple[Speaker, Sequence_]] = {}
@@ -124,7 +90,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             self.memory,
             ram=ram,
             nvme=nvme,
-            wrap=lambda medium: Breakable(medium, self.broken),
+            wrap=self._wrap,
             observers=[self._watch],
         )
 
@@ -132,6 +98,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     def kv(self) -> Store:
         assert self.store is not None
         return self.store
+
+    def _wrap(self, medium: Medium) -> Medium:
+        self.media[medium.name] = FaultMedium(medium)
+        return self.media[medium.name]
 
     def _watch(self, event: Event) -> None:
         match event:
@@ -305,7 +275,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         if self.broken:
             self.heal_medium()
         elif how % 2:
-            self.break_medium(tier, ("allocate", "read", "write", "sync", "garble")[how % 5])
+            self.break_medium(tier, how // 2)
         else:
             self.flip_a_byte(how * 7919, tier)
 
@@ -369,14 +339,20 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
                 self.quotas = {}
         self.open()
 
-    def break_medium(self, tier: str, what: str) -> None:
+    def break_medium(self, tier: str, how: int) -> None:
+        """Some operation of a medium fails from now on, loudly or not, always or half of the time."""
         self.kv.flush(60)
-        self.broken.add((tier, what))
-        self._lost(pins=True)
+        operation, effect = FAULTS[how % len(FAULTS)]
+        if tier in self.media:
+            self.media[tier].inject([FaultRule(operation, effect, probability=(1.0, 0.5)[how % 2])])
+            self.broken = self.damaged = True
+            self._lost(pins=True)
 
     def heal_medium(self) -> None:
         self.kv.flush(60)
-        self.broken.clear()
+        for medium in self.media.values():
+            medium.inject()
+        self.broken = False
         self._lost(pins=True)
 
     def flip_a_byte(self, where: int, tier: str) -> None:
@@ -402,8 +378,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if self.store is not None:
-                self.broken.clear()
-                self.kv.flush(60)
+                self.heal_medium()
                 if self.damaged:
                     self.kv.verify(repair=True)
                 assert self.kv.verify().problems == []
