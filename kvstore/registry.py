@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Sequence
@@ -62,6 +63,14 @@ def release(core: Core) -> None:
         core.close()
 
 
+def _close_all() -> None:
+    """At the end of a program that did not close its stores: what waits for `nvme` is still written."""
+    with _lock:
+        for core in _cores.values():
+            core.close()
+        _cores.clear()
+
+
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
@@ -72,3 +81,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_close_all)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import kvstore
 from kvstore.events import Event, Moved, Skipped
@@ -22,18 +18,9 @@ from kvstore.rescan import dirty_moves
 LAYOUT = Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
 
 
-@pytest.fixture
-def ram_directory() -> Iterator[Path]:
-    """A directory on tmpfs of the test's own."""
-    path = Path("/dev/shm") / f"kvstore-test-{uuid.uuid4().hex}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path)
-
-
-def open_store(path: Path, ram_directory: Path, **settings: Any) -> kvstore.store.Store:
+def open_store(path: Path, memory: Path, **settings: Any) -> kvstore.store.Store:
     given = {"ram": "8MiB", "nvme": "16MiB", "ram_segment_bytes": "1MiB", "nvme_segment_bytes": "2MiB"}
-    return kvstore.open(path / "store", ram_directory=ram_directory, **(given | settings))
+    return kvstore.open(path / "store", ram_directory=memory, **(given | settings))
 
 
 def save(store: kvstore.store.Store, space: Any, seed: int, blocks: int) -> np.ndarray:
@@ -44,9 +31,9 @@ def save(store: kvstore.store.Store, space: Any, seed: int, blocks: int) -> np.n
     return tokens
 
 
-def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, ram_directory: Path) -> None:
+def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, memory: Path) -> None:
     told: list[Event] = []
-    with open_store(tmp_path, ram_directory, mover_batch_bytes="64KiB", mover_queue_bytes="64KiB") as store:
+    with open_store(tmp_path, memory, mover_batch_bytes="64KiB", mover_queue_bytes="64KiB") as store:
         store.events.subscribe(told.append)
         tokens = save(store, store.namespace(LAYOUT), 1, 60)
         assert any(isinstance(event, Skipped) and event.reason == "queue full" for event in told)
@@ -57,9 +44,9 @@ def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, ra
         assert store.match(store.namespace(LAYOUT), tokens).by_tier == {"nvme": 60 * 16}
 
 
-def test_what_a_quota_keeps_out_of_nvme_is_not_offered_again(tmp_path: Path, ram_directory: Path) -> None:
+def test_what_a_quota_keeps_out_of_nvme_is_not_offered_again(tmp_path: Path, memory: Path) -> None:
     told: list[Event] = []
-    with open_store(tmp_path, ram_directory) as store:
+    with open_store(tmp_path, memory) as store:
         store.set_quota("tenant", nvme=10 * 12288)
         store.events.subscribe(told.append)
         save(store, store.namespace(LAYOUT, salt="tenant"), 2, 30)

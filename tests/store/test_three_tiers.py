@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,23 +21,14 @@ LAYOUT = Layout.uniform(layers=3, heads=2, k_dim=16, block_tokens=16)
 BLOCKS, TOKENS = 20, 20 * 16 + 5
 
 
-@pytest.fixture
-def ram_directory() -> Iterator[Path]:
-    """A directory on tmpfs of the test's own."""
-    path = Path("/dev/shm") / f"kvstore-test-{uuid.uuid4().hex}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path)
-
-
-def open_store(path: Path, ram_directory: Path, hbm: int | str) -> Store:
+def open_store(path: Path, memory: Path, hbm: int | str) -> Store:
     return kvstore.open(
         path / "store",
         ram="8MiB",
         nvme="16MiB",
         hbm=hbm,
         device="cpu",
-        ram_directory=ram_directory,
+        ram_directory=memory,
         ram_segment_bytes="1MiB",
         nvme_segment_bytes="2MiB",
         verify_share=1,
@@ -59,9 +47,9 @@ def ids(seed: int, tokens: int = TOKENS) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, tokens)
 
 
-def test_a_block_saved_from_a_device_is_served_by_each_tier_in_turn(tmp_path: Path, ram_directory: Path) -> None:
+def test_a_block_saved_from_a_device_is_served_by_each_tier_in_turn(tmp_path: Path, memory: Path) -> None:
     kv = random_kv(1)
-    with open_store(tmp_path, ram_directory, "4MiB") as store:
+    with open_store(tmp_path, memory, "4MiB") as store:
         space = store.namespace(LAYOUT)
         saved = store.save(space, ids(1), on_device(kv))
         assert (saved.new_blocks, saved.skipped_blocks) == (BLOCKS + 1, 0)
@@ -84,9 +72,9 @@ def test_a_block_saved_from_a_device_is_served_by_each_tier_in_turn(tmp_path: Pa
         assert store._core.hbm.check_integrity() == []  # type: ignore[union-attr]
 
 
-def test_hbm_smaller_than_the_prefix_still_serves_all_of_it(tmp_path: Path, ram_directory: Path) -> None:
+def test_hbm_smaller_than_the_prefix_still_serves_all_of_it(tmp_path: Path, memory: Path) -> None:
     kv = random_kv(2)
-    with open_store(tmp_path, ram_directory, "64KiB") as store:
+    with open_store(tmp_path, memory, "64KiB") as store:
         space = store.namespace(LAYOUT)
         store.save(space, ids(2), HostKV.stacked(LAYOUT, kv))
         target = np.zeros_like(kv)
@@ -94,9 +82,9 @@ def test_hbm_smaller_than_the_prefix_still_serves_all_of_it(tmp_path: Path, ram_
         np.testing.assert_array_equal(target, kv)
 
 
-def test_an_explicit_eviction_reaches_the_device(tmp_path: Path, ram_directory: Path) -> None:
+def test_an_explicit_eviction_reaches_the_device(tmp_path: Path, memory: Path) -> None:
     kv = random_kv(3)
-    with open_store(tmp_path, ram_directory, "4MiB") as store:
+    with open_store(tmp_path, memory, "4MiB") as store:
         space = store.namespace(LAYOUT)
         store.save(space, ids(3), on_device(kv))
         match = store.match(space, ids(3))
@@ -108,9 +96,9 @@ def test_an_explicit_eviction_reaches_the_device(tmp_path: Path, ram_directory: 
         assert store._core.hbm.stats().resident == 0  # type: ignore[union-attr]
 
 
-def test_a_damaged_ram_slot_is_never_believed_on_the_device(tmp_path: Path, ram_directory: Path) -> None:
+def test_a_damaged_ram_slot_is_never_believed_on_the_device(tmp_path: Path, memory: Path) -> None:
     kv = random_kv(4)
-    with open_store(tmp_path, ram_directory, "4MiB") as store:
+    with open_store(tmp_path, memory, "4MiB") as store:
         space = store.namespace(LAYOUT)
         store.save(space, ids(4), HostKV.stacked(LAYOUT, kv))
         match = store.match(space, ids(4))
@@ -124,9 +112,9 @@ def test_a_damaged_ram_slot_is_never_believed_on_the_device(tmp_path: Path, ram_
         assert store._core.hbm.lookup([piece.name.key]) == [False]  # type: ignore[union-attr]
 
 
-def test_device_tensors_without_hbm_are_refused_by_name(tmp_path: Path, ram_directory: Path) -> None:
+def test_device_tensors_without_hbm_are_refused_by_name(tmp_path: Path, memory: Path) -> None:
     kv = random_kv(5)
-    with open_store(tmp_path, ram_directory, 0) as store:
+    with open_store(tmp_path, memory, 0) as store:
         space = store.namespace(LAYOUT)
         with pytest.raises(UnsupportedError, match="hbm"):
             store.save(space, ids(5), on_device(kv))
