@@ -32,6 +32,9 @@ _RUN = struct.Struct("<III")
 _NAME = struct.Struct("<32siQQIHI")
 _PURGE = struct.Struct("<BQI")
 
+LABEL_LIMIT = 512
+"""Bytes of a namespace's label that are kept, cut at a character's end."""
+
 NO_OWNER = bytes(16)
 _STATE_AT, _READY = 32, bytes([State.READY])
 
@@ -215,7 +218,8 @@ class NamespaceRecord:
 
     def pack(self) -> bytes:
         """The stored value."""
-        label, layout = self.label.encode()[:512], self.layout.encode()
+        whole = self.label.encode(errors="replace")
+        label, layout = whole[:LABEL_LIMIT].decode(errors="ignore").encode(), self.layout.encode()
         salt = self.salt.ljust(16, b"\0")
         return _NAMESPACE.pack(self.root, salt, self.created, self.ttl, len(label), len(layout)) + label + layout
 
@@ -247,8 +251,12 @@ class Usage:
 
     @classmethod
     def unpack(cls, raw: bytes | None) -> Usage:
-        """From the stored value; nothing stored is nothing used."""
-        return cls() if raw is None else cls(*_USAGE.unpack(raw))
+        """From the stored value; nothing stored is nothing used. Raises DamagedError."""
+        if raw is None:
+            return cls()
+        if len(raw) != _USAGE.size:
+            raise damaged("a namespace's usage")
+        return cls(*_USAGE.unpack(raw))
 
 
 def pack_lease(deadline: int, runs: list[SlotRun]) -> bytes:
