@@ -94,6 +94,10 @@ class Transaction:
         stat = self._txn.stat(self._handles[db])
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
+    def live_bytes(self) -> int:
+        """Bytes of the pages that all databases take now."""
+        return PAGE * sum(self.pages(db) for db in Database)
+
     def scan(self, db: Database, prefix: bytes = b"", start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """Keys with a prefix, in order, from ``start`` on. The database must not be changed meanwhile."""
         with self._txn.cursor(self._handles[db]) as cursor:

@@ -16,6 +16,8 @@ from kvstore.sizes import format_size
 EPOCH = b"pin epoch"
 NAME_LIMIT = 500
 PINNED_SHARE = 2
+NAMES_SHARE = 16
+"""Names take at most one part in this many of the index they are in."""
 
 
 class Pins:
@@ -68,7 +70,13 @@ class Pins:
                         f"pins would hold {format_size(wanted)}, more than half of {format_size(budget)}",
                         "unpin something first, or raise the budget",
                     )
-            txn.put(Database.NAMES, key, record.pack())
+            raw, size = record.pack(), self._index.size // NAMES_SHARE
+            if len(raw) + sum(len(other) for known, other in txn.scan(Database.NAMES) if known != key) > size:
+                raise BudgetError(
+                    f"names would take more than {format_size(size)} of the index",
+                    "unpin something first, or raise the budget of the lowest tier",
+                )
+            txn.put(Database.NAMES, key, raw)
             _changed(txn)
 
         self._index.write(work)

@@ -31,7 +31,7 @@ VERSION = 1
 _FIELDS = struct.Struct("<8sII16sQQ")
 _DIGEST = struct.Struct("<Q")
 
-INDEX_SHARE = 256
+INDEX_SHARE = 128
 """One part in this many of a budget is its index: enough for slots of 0.75 MiB and more."""
 INDEX_MIN, INDEX_MAX = 1 << 20, 8 << 30
 SMALLEST_SEGMENT = 64 << 10

@@ -25,8 +25,14 @@ NEXT = b"next segment"
 FIXED = b"fixed"
 """Bytes of the tier's other files: index, lock file, superblock."""
 
-INDEX_BYTES_A_SLOT = 3072
-"""Index space set aside for a slot: a block of 256 tokens takes up to 2.2 KB in three databases (see `FORMAT.md`)."""
+INDEX_BYTES_A_SLOT = 4608
+"""Index space set aside for a free slot: what a block with the longest key takes (m: 4.2 KB at most)."""
+
+FEWEST_SLOTS = 16
+"""Where the index has room for fewer, no segment is made: they would get smaller and smaller."""
+
+COPY_ROOM = 4 << 20
+"""What one transaction of 256 blocks, scattered over a large index, writes anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +46,10 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """segment_bytes: size of a new segment. slots: how many the index has room for."""
+    """segment_bytes: size of a new segment. index_bytes: size of the index."""
 
     segment_bytes: int
-    slots: int
+    index_bytes: int
 
 
 def get_number(txn: Transaction, key: bytes) -> int:
@@ -54,6 +60,17 @@ def get_number(txn: Transaction, key: bytes) -> int:
 def put_number(txn: Transaction, key: bytes, value: int) -> None:
     """Set a counter of the ``meta`` database."""
     txn.put(Database.META, key, value.to_bytes(8, "little"))
+
+
+def slot_room(txn: Transaction, limits: Limits) -> int:
+    """How many more slots the index has room for, beyond those that are free already.
+
+    LMDB copies what it changes, and reuses what is freed two transactions later: in a small index everything can be
+    there three times (m: 2.96), in a large one only a few transactions' copies come on top (m: 1.6 times at 24 MiB).
+    """
+    usable = max(limits.index_bytes * 3 // 10, limits.index_bytes // 2 - COPY_ROOM)
+    free = sum(int.from_bytes(raw, "big") for _, raw in txn.scan(Database.FREE))
+    return max(0, (usable - txn.live_bytes()) // INDEX_BYTES_A_SLOT - free)
 
 
 def plan_growth(
@@ -69,12 +86,13 @@ def plan_growth(
     cold: segments of another slot size that may be emptied and recut, the coldest first.
     """
     existing = segments(txn)
-    room = limits.slots - sum(segment.slots for segment in existing)
+    room = slot_room(txn, limits)
     for segment in existing:
         if not segment.slot_bytes and not segment.allocating and room > 0 and segment.size >= slot_bytes:
             return Growth(_claim(txn, segment, owner), new=False)
-    size = min(new_segment_bytes(txn, limits.segment_bytes), max(room, 0) * slot_bytes) // ALIGNMENT * ALIGNMENT
-    if size >= slot_bytes:
+    wanted = new_segment_bytes(txn, limits.segment_bytes)
+    size = min(wanted, room * slot_bytes) // ALIGNMENT * ALIGNMENT
+    if size >= slot_bytes and (size == wanted or room >= FEWEST_SLOTS):
         number = max(get_number(txn, NEXT), existing[-1].number + 1 if existing else 0)
         put_number(txn, NEXT, number + 1)
         segment = Segment(number, size, 0, 0, owner)
@@ -83,9 +101,7 @@ def plan_growth(
         return Growth(segment, new=True)
     for number in cold:
         segment = get_segment(txn, number)
-        spare_slots = room + segment.slots
-        fits = slot_bytes <= segment.size and segment.size // slot_bytes <= spare_slots
-        if segment.slot_bytes == slot_bytes or segment.allocating or not fits:
+        if segment.slot_bytes == slot_bytes or segment.allocating or slot_bytes > segment.size:
             continue
         emptied = _empty(txn, segment, spared)
         if emptied is not None:
@@ -96,16 +112,17 @@ def plan_growth(
 def finish_growth(txn: Transaction, growth: Growth, owner: bytes, slot_bytes: int, limits: Limits) -> bool:
     """Hand out a claimed segment's slots, as many as the index still has room for; slot_bytes 0 leaves it uncut.
 
-    False when the claim was taken back.
+    False when there were none, or the claim was taken back.
     """
     segment = get_segment(txn, growth.segment.number)
     if segment.owner != owner:
         return False
-    room = max(0, limits.slots - sum(other.slots for other in segments(txn)))
-    slots = min(segment.size // slot_bytes, array_slots(segment.size), room) if slot_bytes else 0
+    most = max(slot_room(txn, limits), growth.emptied)
+    slots = min(segment.size // slot_bytes, array_slots(segment.size), most) if slot_bytes else 0
     free = FreeMap.full(slots)
-    put_segment(txn, Segment(segment.number, segment.size, slot_bytes, slots, NO_OWNER, free.pack()), slots)
-    return True
+    cut = Segment(segment.number, segment.size, slot_bytes if slots else 0, slots, NO_OWNER, free.pack())
+    put_segment(txn, cut, slots)
+    return slots > 0
 
 
 def adopt(txn: Transaction, number: int, dead: bytes, owner: bytes) -> Segment | None:

@@ -71,7 +71,7 @@ class SlottedTier:
         self.owner = owner
         self.pins = pins
         self.quota = quota
-        self.limits = segments.Limits(segment_bytes, index.size // segments.INDEX_BYTES_A_SLOT)
+        self.limits = segments.Limits(segment_bytes, index.size)
         self.arrays = ArrayFiles(directory, name, self.segment_bytes)
         self._cold = ColdSlots(index, self.arrays, policy)
         self._respects_leases = respects_leases
@@ -181,7 +181,8 @@ class SlottedTier:
             kept = {entry.ref for entry in total.known}
             candidates = [one for one in cold if one.stamp < before and one.ref not in kept]
             held: list[SlotRef] = []
-            result = self.index.write(self._plan(total.left, space, slot_bytes, epoch, candidates, held), timeout)
+            plan = self._plan(total.left, space, slot_bytes, epoch, candidates, held)
+            result = self.index.write(plan, timeout)
             self._begin(result.placed, space)
             total.add(result)
             if not evict:
@@ -189,7 +190,7 @@ class SlottedTier:
             elif afresh and not result.evicted and not held:
                 break
             else:
-                self.touch(held, range(len(held), 0, -1), now)
+                self.touch(held, range(0, -len(held), -1), now)
                 afresh = True
         if total.evicted:
             self.events.emit(Evicted(self.name, "lru", len(total.evicted)))

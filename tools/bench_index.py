@@ -39,6 +39,8 @@ BATCH = 64
 SEGMENT_SLOTS = 256
 """As many as 1 MiB blocks in a segment of `nvme`."""
 SLOT_BYTES = 8192
+INDEX_BYTES = 2048
+"""Index a slot: twice what blocks of 16 tokens may take before a tier stops growing."""
 HARDLY = Target(1.5, at_most=True)
 """What "hardly differ" means here, for a hundred times the entries."""
 PART = Part()
@@ -51,7 +53,7 @@ class Books:
     def __init__(self, folder: Path, entries: int) -> None:
         """folder: on tmpfs. Raises NoSpaceError when the index does not fit there."""
         slots = -(-(entries + SEGMENT_SLOTS) // SEGMENT_SLOTS) * SEGMENT_SLOTS
-        index_bytes = -(-slots * segments.INDEX_BYTES_A_SLOT // 4096) * 4096 + (16 << 20)
+        index_bytes = -(-slots * INDEX_BYTES // 4096) * 4096 + (64 << 20)
         free = free_bytes(folder)
         if index_bytes > free * 3 // 4:
             problem = (
@@ -87,10 +89,11 @@ class Books:
 
     def put(self, names: Sequence[BlockName]) -> Reserved:
         """Reserve and publish blocks. Raises NoSpaceError when not all of them found a slot."""
-        reserved = self.tier.reserve(names, self.space, SLOT_BYTES, EPOCH, now=boottime_ns())
+        now = boottime_ns()
+        reserved = self.tier.reserve(names, self.space, SLOT_BYTES, EPOCH, now=now)
         if len(reserved.placed) != len(names):
             raise NoSpaceError(f"{len(reserved.left)} of {len(names)} blocks found no slot", "use fewer --entries")
-        self.tier.publish([(placement, bytes(16)) for placement in reserved.placed], now=boottime_ns())
+        self.tier.publish([(placement, bytes(16)) for placement in reserved.placed], now=now)
         return reserved
 
     def fill(self, step: Callable[[int], None]) -> None:

@@ -303,6 +303,19 @@ def test_more_cold_pins_than_are_looked_at_in_one_go_do_not_stop_eviction(make: 
     assert sum(bench.present(others)) == len(others) - 6
 
 
+def test_a_tier_of_which_all_is_pinned_is_full_and_says_so(make: Maker) -> None:
+    bench = make(whole_segments=2)
+    pinned = bench.names(1, 2 * SLOTS_A_SEGMENT)
+    bench.pinned.update(name.key for name in pinned)
+    bench.save(pinned)
+    names = bench.names(2, 1)
+    reserved = bench.save(names)
+    assert (reserved.placed, reserved.left, reserved.evicted) == ([], names, [])
+    bench.pinned.clear()
+    assert len(bench.save(bench.names(3, 3)).placed) == 3
+    assert sum(bench.present(pinned)) == 2 * SLOTS_A_SEGMENT - 3
+
+
 def test_candidates_that_were_used_since_they_were_picked_do_not_stop_eviction(make: Maker) -> None:
     bench = make(whole_segments=9)
     names = bench.names(1, 9 * SLOTS_A_SEGMENT)
@@ -564,15 +577,18 @@ def test_segments_are_never_numbered_twice(make: Maker) -> None:
     assert after[1] > before[1], "another process may still have the old file mapped under its number"
 
 
-def test_a_segment_is_recut_only_as_far_as_the_index_has_room(make: Maker) -> None:
-    bench = make(whole_segments=2)
-    bench.save(bench.names(1, 4, WIDE), WIDE)
-    limit = sum(segment.slots for segment in bench.tier.segment_list()) + 2
-    bench.tier.limits = segments.Limits(SEGMENT, limit)
-    bench.save(bench.names(2, 6))
-    bench.tier._grower.room_was_made()
-    bench.save(bench.names(3, 6))
-    assert sum(segment.slots for segment in bench.tier.segment_list()) <= limit
+def test_a_tier_has_no_more_slots_than_its_index_has_room_for(make: Maker) -> None:
+    bench = make(whole_segments=60)
+    bench.tier.limits = segments.Limits(SEGMENT, INDEX // 2)
+    usable = INDEX // 2 * 3 // 10
+    for seed in range(1, 11):
+        layout = WIDE if seed % 3 == 0 else LAYOUT
+        bench.save(bench.names(seed, 40, layout), layout)
+        bench.tier._grower.room_was_made()
+        with bench.index.read() as txn:
+            free = sum(int.from_bytes(raw, "big") for _, raw in txn.scan(Database.FREE))
+            assert txn.live_bytes() + free * segments.INDEX_BYTES_A_SLOT <= usable + 4 * 4096
+    assert bench.tier.allocated() < bench.tier.budget() - SEGMENT
 
 
 # -------------------------------------------------------------------- namespaces, nearest, reopening
