@@ -79,6 +79,8 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.pinned: dict[str, tuple[Speaker, Sequence_]] = {}
         self.quotas: dict[tuple[str, str], int] = {}
         self.damaged = False
+        self.unmoved = False
+        """Some block may be in `ram` alone, pinned or not."""
         self.asked = 0
         self.store: Store | None = None
 
@@ -107,7 +109,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         match event:
             case Evicted(_, reason, _) if reason in LOSSY:
                 self._lost(pins=reason != "lru" and reason != "recut")
-            case Skipped() | Fault():
+            case Skipped(tier, _, _):
+                self._lost(pins=False)
+                self.unmoved |= tier == "nvme"
+            case Fault():
                 self._lost(pins=True)
             case Notice(subject, _) if subject in ("emptied", "segments dropped"):
                 raise AssertionError(f"nothing was lost, and the store says {event}")
@@ -118,6 +123,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             sure.clear()
         if pins:
             self.pinned = {}
+            self.unmoved = True
 
     # ---------------------------------------------------------------- saving and loading
 
@@ -322,7 +328,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         assert self.kv.flush(60)
         whole = not self.broken and tier == "ram" and self.budgets[1] != "0"
         self.kv.evict(everything=True, tier=tier)
-        if not whole:
+        if not whole or self.unmoved:
             self._lost(pins=True)
 
     # ---------------------------------------------------------------- reopening, faults, damage
@@ -333,7 +339,8 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             for part in self.memory.iterdir():
                 shutil.rmtree(part)
             self.asked = 0
-            self._lost(pins=self.budgets[1] == "0") if self.budgets[1] == "0" or self.broken else None
+            if self.broken or self.unmoved:
+                self._lost(pins=True)
             if self.budgets[1] == "0":
                 self._gone(SPEAKERS)
                 self.quotas = {}
