@@ -23,7 +23,7 @@ from kvstore.tools.scratch import scratch_store
 if TYPE_CHECKING:
     from kvstore.tools.resume import Bench
 
-DECODE_TOKENS = 32
+DECODE_TOKENS = 16
 COLD_TOKENS = 1024
 COLD_ANSWER = 16
 RAM, NVME = Target(1.15, at_most=True), Target(1.25, at_most=True)
@@ -97,7 +97,6 @@ def _resumed(bench: Bench, media: Media, history: list[int], pairs: int, step: A
             limits.append(move())
             return bench.hot(ids, live) + limits[-1]
 
-        ours(), limit()
         return paired(*alternate(ours, limit, pairs, lambda done: step(name, done, pairs)), target, rate=False)
 
     ram = compare("resume from ram", resume, media.copy_out, RAM)

@@ -38,17 +38,27 @@ def folder_on_disk(wanted: Path | None) -> Path:
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """A new folder in ``parent``; at the end it is removed, and every store directly in it. Raises PathError."""
+    work: Path | None = None
     try:
-        work = Path(tempfile.mkdtemp(prefix=".kvstore-scratch-", dir=parent))
-    except OSError as error:
-        raise PathError(f"{parent} cannot be written: {error.strerror}", "pass --path with another folder") from error
-    try:
+        with terminal.undisturbed():
+            work = _made(parent)
         yield work
     finally:
-        for path in work.iterdir():
-            if path.is_dir():
-                remove_store(path)
-        shutil.rmtree(work, ignore_errors=True)
+        if work is not None:
+            with terminal.undisturbed():
+                for path in work.iterdir():
+                    if path.is_dir():
+                        remove_store(path)
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def _made(parent: Path) -> Path:
+    try:
+        work = Path(tempfile.mkdtemp(prefix=".kvstore-scratch-", dir=parent))
+        (work / ".gitignore").write_text("*\n")  # what a killed process leaves in a checkout must not be committed
+        return work
+    except OSError as error:
+        raise PathError(f"{parent} cannot be written: {error.strerror}", "pass --path with another folder") from error
 
 
 @contextlib.contextmanager

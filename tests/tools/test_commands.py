@@ -183,14 +183,18 @@ def test_a_closed_pipe_is_not_an_error(made: Any) -> None:
     assert done.stderr == b""
 
 
-def test_ctrl_c_ends_with_one_word_and_code_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2, 0.3])
+def test_ctrl_c_ends_with_one_word_and_code_130(tmp_path: Path, after_s: float) -> None:
     """While a benchmark runs: it leaves neither a store nor shared memory behind."""
     child = subprocess.Popen(
-        command_line("bench", "tiers", "--tokens", "512", "--path", tmp_path), stdout=-1, stderr=-1, text=True
+        command_line("bench", "tiers", "--tokens", "512", "--pairs", "64", "--path", tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert child.stderr is not None
     assert "…" in child.stderr.readline()
-    time.sleep(0.2)
+    time.sleep(after_s)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from kvstore.errors import KVStoreError, NotFoundError, PathError, SettingsError
 from kvstore.tools import demo, demo_worker
 from kvstore.tools.demo_worker import Job, Result
 from kvstore.tools.scratch import folder_on_disk, remove_store, scratch_store
+from kvstore.tools.terminal import undisturbed
 
 KEYS = [
     "prompt_tokens",
@@ -131,6 +134,32 @@ def test_stores_are_not_measured_in_memory(tmp_path: Path) -> None:
         folder_on_disk(Path("/dev/shm"))
     with pytest.raises(PathError, match="not a folder"):
         folder_on_disk(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_cleaning_up_waits_until_all_is_clean(tmp_path: Path, number: signal.Signals) -> None:
+    came: list[int] = []
+    before = signal.signal(number, lambda it, _: came.append(it))
+    try:
+        with undisturbed():
+            signal.raise_signal(number)
+            assert came == []
+        assert came == [number]
+        with scratch_store(tmp_path) as path:
+            path.mkdir()
+        assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(number) is not before
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_a_killed_process_leaves_in_a_checkout_is_ignored(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    with scratch_store(tmp_path) as path:
+        path.mkdir()
+        (path / "segment").write_bytes(b"large")
+        status = subprocess.run(["git", "-C", str(tmp_path), "status", "--porcelain"], capture_output=True, check=True)
+    assert status.stdout == b""
 
 
 def test_removing_what_is_no_store_removes_the_folder_alone(tmp_path: Path, own_settings: Path) -> None:
