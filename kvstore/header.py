@@ -83,13 +83,22 @@ def inspect_slot(
 
     image: the slot's bytes from its header on. checksum: what the index says it is, where the index knows.
     """
+    cause = inspect_header(image, key, tokens, payload_bytes, checksum)
+    if cause is not None:
+        return cause
+    header = parse_header(image[:HEADER_BYTES].data)
+    found = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+    return None if header is not None and found == header.checksum else Cause.CHECKSUM
+
+
+def inspect_header(
+    image: Bytes, key: bytes, tokens: int, payload_bytes: int, checksum: bytes | None = None
+) -> Cause | None:
+    """Whether a slot says that it is the block it should be; its payload is not looked at."""
     header = parse_header(image[:HEADER_BYTES].data)
     if header is None or header.key != key or header.tokens != tokens or header.payload_bytes != payload_bytes:
         return Cause.HEADER
-    found = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    if found != header.checksum or (checksum is not None and found != checksum):
-        return Cause.CHECKSUM
-    return None
+    return Cause.CHECKSUM if checksum is not None and header.checksum != checksum else None
 
 
 def slot_bytes(payload_bytes: int) -> int:

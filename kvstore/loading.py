@@ -18,7 +18,7 @@ from functools import partial
 from kvstore.copying import CopyThreads, wait_all
 from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Cause, Events, Fault, Moved
-from kvstore.header import HEADER_BYTES, inspect_slot, slot_bytes
+from kvstore.header import HEADER_BYTES, inspect_header, inspect_slot, slot_bytes
 from kvstore.kv import Bytes, KVBuffer, Run
 from kvstore.layout import Layout, Part
 from kvstore.match import Match, Piece
@@ -130,12 +130,11 @@ class Loader:
             outcome.causes[at] = cause if unchanged else Cause.CHANGED
 
     def _sampled(self, piece: Piece, shape: _Shape) -> Cause | None:
-        """Compare one in ``verify_share`` blocks with its checksum."""
-        if next(self._count) % self._verify_share:
-            return None
+        """Check every block's header, and compare one in ``verify_share`` blocks with its checksum."""
         image = self._ram.slot(piece.entry.ref, shape.slot_bytes)
         size = shape.payload(piece.entry.tokens)
-        return inspect_slot(image, piece.name.key, piece.entry.tokens, size, piece.entry.checksum)
+        inspect = inspect_header if next(self._count) % self._verify_share else inspect_slot
+        return inspect(image, piece.name.key, piece.entry.tokens, size, piece.entry.checksum)
 
     def _only_check(self, pieces: Sequence[Piece], places: Sequence[int], outcome: PartLoad) -> None:
         same = self._ram.unchanged([pieces[at].entry for at in places])
@@ -237,12 +236,20 @@ class _Promotion:
             loader._events.emit(Moved(self.tier.name, ram.name, self._outcome.promoted, size, seconds))
 
     def _read(self, chunk: Sequence[int]) -> None:
-        """Read one run; its verification and scatter go on in a copy thread while the next run is read."""
+        """Read one run; its verification and scatter go on in a copy thread while the next run is read.
+
+        After an error block by block: what cannot be read is dropped, so that it is saved anew and not tried for ever.
+        """
         try:
             images = [self._image(self._pieces[at]) for at in chunk]
             self.tier.read([self._pieces[at].entry.ref for at in chunk], self._shape.slot_bytes, images)
         except _CONTAINED as error:
+            if len(chunk) > 1:
+                for at in chunk:
+                    self._read([at])
+                return
             self._loader._events.emit(Fault(self.tier.name, "load", error.problem))
+            self.tier.discard(self._pieces[chunk[0]].name, self._pieces[chunk[0]].entry, "unreadable")
             return
         self._scatters.append(self._loader._threads.copy(lambda: self._arrived(chunk, images)))
 

@@ -58,6 +58,9 @@ class Grower:
         """
         with self._lock:
             tier = self._tier
+            with tier.index.read() as txn:
+                if recut and ledger.free_slots(txn, slot_bytes):
+                    return True  # made while this one waited for its turn
             cold = self._cold.segments(slot_bytes) if recut else []
 
             def plan(txn: Transaction) -> segments.Growth | None:

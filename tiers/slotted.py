@@ -185,6 +185,8 @@ class SlottedTier:
             result = self.index.write(plan, timeout)
             self._begin(result.placed, space)
             total.add(result)
+            if not total.left:
+                break
             if not evict:
                 evict = len(total.left) == total.over_quota or not self._grower.grow(slot_bytes, timeout)
             elif afresh and not result.evicted and not held:
