@@ -27,7 +27,9 @@ from kvstore.tiers.medium import Medium, segment_path
 
 PAGE = 4096
 SPEAKERS = (Speaker(PLAIN), Speaker(PLAIN, "a"), Speaker(NARROW))
-TALKS = [list(range(first, first + 150)) for first in range(0, 12_000, 1000)]
+FEW = [list(range(first, first + 70)) for first in range(0, 5000, 1000)]
+"""Talks that all fit; the index of a small store has room for about a hundred blocks."""
+MANY = [list(range(first, first + 150)) for first in range(0, 12_000, 1000)]
 
 
 def pages(file: Path) -> Array:
@@ -150,12 +152,12 @@ class Outage:
             self._platter.failure(image, self.random)
             self.images.append((image, self.durable))
 
-    def write(self, store: Store, rounds: int = 1) -> None:
+    def write(self, store: Store, talks: Sequence[Sequence[int]], rounds: int = 1) -> None:
         """Save every talk of every speaker, in some order; flush now and then, and only then call it durable."""
         saved: list[tuple[int, int]] = []
-        for which in np.concatenate([self.random.permutation(len(TALKS) * len(SPEAKERS)) for _ in range(rounds)]):
-            who, talk = divmod(int(which), len(TALKS))
-            save(store, SPEAKERS[who], TALKS[talk])
+        for which in np.concatenate([self.random.permutation(len(talks) * len(SPEAKERS)) for _ in range(rounds)]):
+            who, talk = divmod(int(which), len(talks))
+            save(store, SPEAKERS[who], talks[talk])
             saved.append((who, talk))
             if self.random.random() < 0.3:
                 assert store.flush(60)
@@ -172,18 +174,18 @@ def power_is_back(image: Path, memory: Path, **over: Any) -> Iterator[Store]:
             yield store
 
 
-def missing(store: Store, durable: Collection[tuple[int, int]]) -> int:
+def missing(store: Store, talks: Sequence[Sequence[int]], durable: Collection[tuple[int, int]]) -> int:
     """Tokens of durable talks that are not there, after checking that nothing that is there is wrong."""
     lost = 0
     for who, speaker in enumerate(SPEAKERS):
-        for which, tokens in enumerate(TALKS):
+        for which, tokens in enumerate(talks):
             got, wrong = load(store, speaker, tokens)
             assert wrong == 0
             lost += len(tokens) - got.tokens if (who, which) in durable else 0
     return lost
 
 
-ROOMY = {"ram": "8MiB", "nvme": "8MiB"}
+ROOMY: dict[str, Any] = {"ram": "8MiB", "nvme": "8MiB", "nvme_segment_bytes": 128 << 10}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,13 +194,15 @@ def test_what_was_durable_is_there_after_a_power_failure(
 ) -> None:
     outage = Outage(tmp_path, platter, seed)
     with open_small(tmp_path / "kv", memory, wrap=outage.wrap, **ROOMY) as store:
-        outage.write(store)
+        outage.write(store, FEW)
+        evicted = {name: count for name, count in store.stats().counters.items() if name.startswith("evict.")}
+        assert evicted == {}, "not roomy"
     assert outage.images
     assert any(durable for _, durable in outage.images)
     for image, durable in outage.images:
         with power_is_back(image, memory, **ROOMY) as store:
             assert store.verify().problems == []
-            assert missing(store, durable) == 0
+            assert missing(store, FEW, durable) == 0
             assert save(store, SPEAKERS[0], range(90_000, 90_100)).new_blocks == 7
             assert store.flush(60)
             assert store.verify().problems == []
@@ -211,11 +215,12 @@ def test_slots_reused_before_a_power_failure_give_misses_and_can_be_mended(
     """Tight: the index may come back older than the slots, whose blocks were evicted and written over."""
     outage = Outage(tmp_path, platter, 100 + seed)
     with open_small(tmp_path / "kv", memory, wrap=outage.wrap) as store:
-        outage.write(store, rounds=3)
+        outage.write(store, MANY, rounds=2)
+        assert store.stats().counters["evict.nvme.lru.blocks"] > 0
     assert outage.images
     for image, _ in outage.images:
         with power_is_back(image, memory) as store:
             assert store.verify(payloads=False).problems == []
-            missing(store, ())
+            missing(store, MANY, ())
             store.verify(repair=True)
             assert store.verify().problems == []
