@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _Items: TypeAlias = Iterator[tuple[bytes, bytes]]
 
 MAX_READERS = 510
+FULL_PAUSES_S = (0.0, 0.01, 0.05)
+"""How long the writer waits for readers of a full index to end, before it tries once more."""
 PAGE = 4096
 LOCK_BYTES = 8 * PAGE
 """Size of ``lock.mdb``: LMDB's header and 64 bytes a reader."""
@@ -321,7 +324,7 @@ class Index:
             failed = True
             if txn is not None:
                 txn.abort()
-            if txn is None or len(jobs) == 1:
+            if txn is None or (len(jobs) == 1 and not isinstance(error, NoSpaceError)):
                 for job in jobs or [first]:
                     job.future.set_exception(error)
                 return running
@@ -334,14 +337,24 @@ class Index:
         return running
 
     def _alone(self, job: _Job) -> None:
-        """A transaction for one job, after its group failed."""
-        try:
-            with _translated(f"writing the {self.name} index"), self._env.begin(write=True, buffers=False) as txn:
-                result = job.work(Transaction(txn, self._handles))
-        except BaseException as error:  # noqa: BLE001  handed to the caller
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(result)
+        """A transaction for one job, after its group failed.
+
+        A full index is often full of pages that only a reader keeps: a dead one is shown out, a living one is done
+        in a moment.
+        """
+        for pause in (*FULL_PAUSES_S, None):
+            try:
+                with _translated(f"writing the {self.name} index"), self._env.begin(write=True, buffers=False) as txn:
+                    result = job.work(Transaction(txn, self._handles))
+            except BaseException as error:  # noqa: BLE001  handed to the caller
+                if pause is None or not isinstance(error, NoSpaceError):
+                    job.future.set_exception(error)
+                    return
+                self._env.reader_check()
+                time.sleep(pause)
+            else:
+                job.future.set_result(result)
+                return
 
 
 @contextmanager

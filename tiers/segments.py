@@ -65,10 +65,11 @@ def put_number(txn: Transaction, key: bytes, value: int) -> None:
 def slot_room(txn: Transaction, limits: Limits) -> int:
     """How many more slots the index has room for, beyond those that are free already.
 
-    LMDB copies what it changes, and reuses what is freed two transactions later: in a small index everything can be
-    there three times (m: 2.96), in a large one only a few transactions' copies come on top (m: 1.6 times at 24 MiB).
+    LMDB copies what it changes, and reuses what is freed two transactions later, or when the last reader of that
+    time is done: in a small index everything can be there three times (m: 2.96) and more, in a large one only a few
+    transactions' copies come on top (m: 1.6 times at 24 MiB).
     """
-    usable = max(limits.index_bytes * 3 // 10, limits.index_bytes // 2 - COPY_ROOM)
+    usable = max(limits.index_bytes // 5, limits.index_bytes * 2 // 5 - COPY_ROOM)
     free = sum(int.from_bytes(raw, "big") for _, raw in txn.scan(Database.FREE))
     return max(0, (usable - txn.live_bytes()) // INDEX_BYTES_A_SLOT - free)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,33 @@ def test_a_full_index_says_so_and_room_can_still_be_made(index: Index) -> None:
         index.write(lambda txn, number=number: txn.delete(Database.BLOCKS, b"%06d" % number))
     index.write(lambda txn: fill(txn, 0))
     assert index.allocated == sum(path.stat().st_size for path in index.directory.iterdir())
+
+
+def test_pages_that_only_a_reader_keeps_are_waited_for(index: Index) -> None:
+    """A fifth of the index is rewritten again and again; whoever reads meanwhile keeps the old pages for a moment."""
+    value = b"v" * 1000
+    rows = [(b"%06d" % number, value) for number in range(180)]
+    index.write(lambda txn: txn.put_many(Database.BLOCKS, rows))
+    failed = 0
+    for _ in range(8):
+        reading = threading.Event()
+
+        def read(reading: threading.Event = reading) -> None:
+            with index.read() as txn:
+                txn.count(Database.BLOCKS)
+                reading.set()
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert reading.wait(30)
+        for _ in range(3):
+            try:
+                index.write(lambda txn: txn.put_many(Database.BLOCKS, rows))
+            except NoSpaceError:
+                failed += 1
+        thread.join()
+    assert failed == 0
 
 
 def test_files_have_all_their_blocks_from_the_start(index: Index) -> None:

@@ -580,7 +580,7 @@ def test_segments_are_never_numbered_twice(make: Maker) -> None:
 def test_a_tier_has_no_more_slots_than_its_index_has_room_for(make: Maker) -> None:
     bench = make(whole_segments=60)
     bench.tier.limits = segments.Limits(SEGMENT, INDEX // 2)
-    usable = INDEX // 2 * 3 // 10
+    usable = INDEX // 2 // 5
     for seed in range(1, 11):
         layout = WIDE if seed % 3 == 0 else LAYOUT
         bench.save(bench.names(seed, 40, layout), layout)
