@@ -34,9 +34,9 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 
-FIRST_BATCH, BATCH = 8, 32
-"""Blocks reserved in one transaction: few at first, so that copying begins at once."""
-GATHER_BLOCKS = 2
+FIRST_BATCH, BATCH = 16, 128
+"""Blocks reserved in one transaction: few at first, so that copying begins at once, then twice as many each time."""
+GATHER_BLOCKS = 4
 """Blocks copied by one call."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
@@ -262,11 +262,10 @@ class Saver:
 
 
 def _batches(names: Sequence[BlockName]) -> Iterator[Sequence[BlockName]]:
-    first = 0
+    first, count = 0, FIRST_BATCH
     while first < len(names):
-        count = BATCH if first else FIRST_BATCH
         yield names[first : first + count]
-        first += count
+        first, count = first + count, min(2 * count, BATCH)
 
 
 def _entry(placement: Placement, checksum: bytes, epoch: int) -> Entry:

@@ -6,6 +6,7 @@ besides moving bytes (keys, index, checksums, promotion) is in our time. Must no
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from kvstore.kv import HostKV
 from kvstore.layout import Layout
 from kvstore.settings import Settings
 from kvstore.sizes import MIB
+from kvstore.tiers.medium import aligned_buffer
 from kvstore.tools.media import Media
 from kvstore.tools.ratios import Paired, Target, alternate, figure, paired
 from kvstore.tools.scratch import scratch_store
@@ -58,8 +60,9 @@ class Subject:
         self.store = kvstore.open(path, settings=self.settings, observers=(self.moves,))
         self.space = self.store.namespace(self.layout, label="bench")
         shape = (LAYERS, 2, HEADS, self.tokens, DIM)
-        self._source = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32)
-        self._target = np.ones(shape, np.uint32)
+        self._source, self._target = _tensor(shape), _tensor(shape)
+        self._source[:] = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32)
+        self._target[:] = 1
         self.source, self.target = HostKV.stacked(self.layout, self._source), HostKV.stacked(self.layout, self._target)
         self._saved = 0
         self.cpu: list[float] = []
@@ -181,6 +184,11 @@ def _made(stack: ExitStack, folder: Path, tokens: int, nvme: bool) -> tuple[Subj
     stack.callback(subject.store.close)
     media = stack.enter_context(Media(subject.settings, subject.layout, subject.bytes))
     return subject, media
+
+
+def _tensor(shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Page-aligned memory in huge pages, as the adapter's cache buffers have it."""
+    return aligned_buffer(4 * math.prod(shape)).view(np.uint32).reshape(shape)
 
 
 def _cpu_seconds() -> float:
