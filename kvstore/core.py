@@ -136,11 +136,13 @@ class Core:
         if self.hbm is not None:
             self.hbm.close()
         self.pagelock.close()
-        for tier in self._tiers:
-            tier.close()
+        clean = [tier.close() for tier in self._tiers]
         if self._home is not None:
             self._home.close()
-        self.owner.close()
+        if all(clean):
+            self.owner.close()
+        else:
+            self.owner.disown()  # its file stays, unlocked: whoever comes next takes back what it left
 
     def disown(self) -> None:
         """In a forked child: nothing here may be used, and the parent's locks stay the parent's."""

@@ -116,6 +116,12 @@ def own(txn: Transaction, owner: bytes, placement: Placement) -> Entry | None:
     return entry if entry.ref == placement.ref and entry.generation == placement.generation else None
 
 
+def owes(txn: Transaction, owner: bytes) -> bool:
+    """Whether an owner is writing a block, holds a lease or is making a segment."""
+    held = (True for db in (Database.WRITING, Database.LEASES) for _ in txn.scan(db, owner))
+    return next(held, False) or any(segment.owner == owner for segment in segments(txn))
+
+
 def take_back(txn: Transaction, owner: bytes) -> tuple[list[SlotRef], list[Segment]]:
     """Free everything a dead owner was writing; returns the slots, and the segments it was allocating."""
     removal = Removal(txn)

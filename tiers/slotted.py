@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import DamagedError
+from kvstore.errors import DamagedError, KVStoreError
 from kvstore.events import Events, Evicted
 from kvstore.host import boottime_ns
 from kvstore.identity import Chain
@@ -298,12 +298,17 @@ class SlottedTier:
         with self.index.read() as txn:
             return ledger.segments(txn)
 
-    def close(self) -> None:
-        """Finish what is queued, and let go of files."""
+    def close(self) -> bool:
+        """Finish what is queued, and let go of files. False when others have something to take back from this owner."""
         self._grower.close()
+        try:
+            owes = self.index.write(lambda txn: ledger.owes(txn, self.owner))  # behind all that was abandoned
+        except KVStoreError:
+            owes = True
         self.index.close()
         self.arrays.close()
         self.medium.close()
+        return not owes
 
     # ---------------------------------------------------------------- inside
 

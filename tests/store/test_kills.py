@@ -5,7 +5,9 @@ What is loaded is compared with what its tokens say it must be, not with a check
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,10 @@ from children import Child, Nursery, conversations
 from known_kv import PLAIN, SPEAKERS, Array, Speaker, load, save
 
 from kvstore.events import Cause, Event, Evicted
+from kvstore.host import boottime_ns
+from kvstore.index import Database, Index
 from kvstore.kv import HostKV, Run
+from kvstore.records import block_names
 from kvstore.store import Store
 
 Reopen = Callable[..., Store]
@@ -150,3 +155,37 @@ def test_an_open_index_keeps_its_lock_so_that_nobody_makes_it_anew(
         assert file.stat().st_blocks * 512 >= file.stat().st_size > 0
         told = subprocess.run([sys.executable, "-c", LOCKED, str(file)], capture_output=True, text=True, check=True)
         assert told.stdout == "locked\n"
+
+
+READER = """
+import os, pathlib, signal, sys
+from kvstore.index import Index
+index = Index(pathlib.Path(sys.argv[1]), 1 << 20, durable=False, name="ram")
+with index.read():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_reader_that_died_does_not_fill_the_index(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index", 1 << 20, durable=False, name="ram")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    died = subprocess.run([sys.executable, "-c", READER, str(tmp_path / "index")], env=environment, check=False)
+    assert died.returncode == -signal.SIGKILL
+    for turn in range(2000):  # each commit writes its pages anew, and the dead reader keeps the old ones
+        index.write(lambda txn, turn=turn: txn.put(Database.META, b"turn", str(turn).encode() * 200))
+    index.close()
+
+
+def test_what_could_not_be_given_back_at_close_is_taken_back_by_the_next(reopen: Reopen, tmp_path: Path) -> None:
+    store = reopen()
+    ram = store._core.ram
+    space = store.namespace(PLAIN)
+    names = block_names(store.match(space, range(64)).chain, next(iter(PLAIN.parts())))
+    assert len(ram.reserve(names, ram.space(space.record), 12288, 0, now=boottime_ns()).placed) == 4
+    store.close()
+    assert len(list((tmp_path / "kv" / "owners").iterdir())) == 1
+    store = reopen()
+    assert store.verify().problems == []
+    assert save(store, Speaker(PLAIN), range(64)).new_blocks == 4
+    store.close()
+    assert list((tmp_path / "kv" / "owners").iterdir()) == []
