@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from kvstore.adapters.transformers import allow
 from kvstore.adapters.transformers.layout import ModelLayout, Refused, unwrap
-from kvstore.adapters.transformers.pool import Pool
+from kvstore.adapters.transformers.pool import Pool, keep_temporaries
 from kvstore.adapters.transformers.run import Ground, Plan, Run
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.errors import UnsupportedError
@@ -117,6 +117,7 @@ class Attachment:
         limit = getattr(self.model.config, "max_position_embeddings", None) or tokens
         tokens = min(tokens, limit)
         if tokens > 0 and self._model_layout.device.type == "cpu":
+            keep_temporaries()
             self._pool.warm(ground.layout.token_bytes() * tokens)
 
     def __enter__(self) -> Attachment:
