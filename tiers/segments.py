@@ -37,11 +37,12 @@ COPY_ROOM = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A claimed segment. new: its files must be made. emptied: how many blocks it lost."""
+    """A claimed segment. new: its files must be made. emptied: how many blocks it lost; slots: how many it had."""
 
     segment: Segment
     new: bool
     emptied: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +107,19 @@ def plan_growth(
             continue
         emptied = _empty(txn, segment, spared)
         if emptied is not None:
-            return Growth(_claim(txn, segment, owner), new=False, emptied=emptied)
+            return Growth(_claim(txn, segment, owner), new=False, emptied=emptied, slots=segment.slots)
     return None
 
 
 def finish_growth(txn: Transaction, growth: Growth, owner: bytes, slot_bytes: int, limits: Limits) -> bool:
-    """Hand out a claimed segment's slots, as many as the index still has room for; slot_bytes 0 leaves it uncut.
+    """Hand out a claimed segment's slots, as many as it had or the index has room for; slot_bytes 0 leaves it uncut.
 
     False when there were none, or the claim was taken back.
     """
     segment = get_segment(txn, growth.segment.number)
     if segment.owner != owner:
         return False
-    most = max(slot_room(txn, limits), growth.emptied)
+    most = max(slot_room(txn, limits), growth.slots)
     slots = min(segment.size // slot_bytes, array_slots(segment.size), most) if slot_bytes else 0
     free = FreeMap.full(slots)
     cut = Segment(segment.number, segment.size, slot_bytes if slots else 0, slots, NO_OWNER, free.pack())

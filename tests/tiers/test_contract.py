@@ -527,6 +527,16 @@ def test_the_coldest_segment_of_another_size_is_recut(make: Maker) -> None:
         assert all(bench.read(entry, WIDE) is not None for entry in entries)
 
 
+def test_free_slots_of_one_size_do_not_keep_another_size_out(make: Maker) -> None:
+    bench = make(whole_segments=6)
+    bench.tier.limits = segments.Limits(SEGMENT, INDEX // 4)
+    names = bench.names(1, 6 * SLOTS_A_SEGMENT)
+    bench.save(names)
+    bench.tier.remove([(name.index_key, name.key) for name in names], "evict")
+    for seed in range(2, 6):
+        assert len(bench.save(bench.names(seed, 4, WIDE), WIDE).placed) == 4
+
+
 def test_a_reader_of_a_recut_segment_sees_that_it_changed(make: Maker) -> None:
     bench = make(whole_segments=1)
     names = bench.names(1, SLOTS_A_SEGMENT)
