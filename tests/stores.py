@@ -309,7 +309,7 @@ class StoreBench:
 
     def settle(self) -> None:
         """Wait for the mover, and for what was queued for the indexes."""
-        self.store.flush(30)
+        assert self.store.flush(30), "the mover did not come to an end"
         for tier in self.store._core.tiers:
             tier.index.write(lambda txn: None)
 

@@ -18,6 +18,7 @@ from kvstore.errors import BudgetError, DamagedError, FormatError
 from kvstore.events import Events, Evicted, Notice
 from kvstore.host import free_bytes
 from kvstore.index import Index, Transaction
+from kvstore.records import Segment
 from kvstore.sizes import format_size
 from kvstore.tiers import integrity, segments
 from kvstore.tiers.slotted import SlottedTier
@@ -196,6 +197,12 @@ def refuse_larger_than_medium(name: str, budget: int, directory: Path) -> None:
         )
 
 
+def _warmth(tier: SlottedTier, segment: Segment) -> float:
+    """The mean stamp of a segment's blocks: one young block among old ones does not keep them all; 0 without any."""
+    stamps = tier.arrays.of(segment.number).stamps[: segment.slots]
+    return float(stamps[stamps > 0].mean()) if stamps.any() else 0.0
+
+
 def shrink(tier: SlottedTier) -> int:
     """Give the coldest segments back until the tier fits its budget; returns how many blocks went."""
     gone = 0
@@ -203,9 +210,7 @@ def shrink(tier: SlottedTier) -> int:
         known = [segment for segment in tier.segment_list() if not segment.allocating]
         if not known:
             break
-        coldest = min(
-            known, key=lambda segment: int(tier.arrays.of(segment.number).stamps[: segment.slots].max(initial=0))
-        )
+        coldest = min(known, key=lambda segment: _warmth(tier, segment))
         gone += integrity.drop_segments(tier, {coldest.number})
     if gone:
         tier.events.emit(Evicted(tier.name, "shrink", gone))
