@@ -72,10 +72,11 @@ class Core:
         superblock.prepare_directory(path)
         with superblock.opening(path):
             identity = superblock.store_id(path)
-            self.owner = Owner(path / superblock.OWNERS, device=bool(settings.hbm))
+            self.owner = Owner(path / superblock.OWNERS, device=bool(settings.hbm), disk=bool(settings.nvme))
             self._tiers: list[SlottedTier] = []
             try:
                 alone = superblock.refuse_other_namespaces(path, self.owner.id)
+                superblock.refuse_other_tiers(path, self.owner.id, bool(settings.nvme))
                 self._open_tiers(identity, wrap, alone)
             except BaseException:
                 for tier in self._tiers:

@@ -15,16 +15,20 @@ from pathlib import Path
 
 from kvstore.host import pid_namespace
 
-_CARD = struct.Struct("<QI?")
+_CARD = struct.Struct("<QI??")
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What an owner says of itself. device: whether it copies to a device, whose copies may outlive it for a moment."""
+    """What an owner says of itself.
+
+    device: whether it copies to a device, whose copies may outlive it for a moment. disk: whether it uses `nvme`.
+    """
 
     pid_namespace: int
     pid: int
     device: bool
+    disk: bool
 
 
 class Owner:
@@ -33,7 +37,7 @@ class Owner:
     To be made under the store's opening lock: a hidden file is then always of a process that died before it was ready.
     """
 
-    def __init__(self, directory: Path, *, device: bool) -> None:
+    def __init__(self, directory: Path, *, device: bool, disk: bool) -> None:
         for stale in directory.glob(".*"):
             stale.unlink(missing_ok=True)
         self.id = secrets.token_bytes(16)
@@ -42,7 +46,7 @@ class Owner:
         self._fd: int | None = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, _CARD.pack(pid_namespace(), os.getpid(), device))
+            os.write(self._fd, _CARD.pack(pid_namespace(), os.getpid(), device, disk))
             hidden.rename(self._path)
         except OSError:
             self.disown()
@@ -78,7 +82,7 @@ def survey(directory: Path, mine: bytes | None = None) -> tuple[dict[bytes, Card
             continue
         try:
             raw = os.read(fd, _CARD.size)
-            card = Card(*_CARD.unpack(raw)) if len(raw) == _CARD.size else Card(0, 0, True)
+            card = Card(*_CARD.unpack(raw)) if len(raw) == _CARD.size else Card(0, 0, True, True)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 dead[owner] = card

@@ -17,7 +17,15 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.errors import BusyError, DamagedError, FormatError, OwnershipError, PathError, PidNamespaceError
+from kvstore.errors import (
+    BusyError,
+    DamagedError,
+    FormatError,
+    OwnershipError,
+    PathError,
+    PidNamespaceError,
+    SettingsError,
+)
 from kvstore.host import pid_namespace, refuse_unsafe_filesystem
 from kvstore.owners import survey
 
@@ -125,6 +133,21 @@ def ram_name(path: Path, identity: bytes) -> str:
     stat = path.stat()
     place = f"{path.resolve()}\0{stat.st_dev}\0{stat.st_ino}".encode()
     return f"kvstore-{os.geteuid()}-{hashlib.sha256(identity + place).hexdigest()[:32]}"
+
+
+def refuse_other_tiers(path: Path, mine: bytes, disk: bool) -> None:
+    """Raises SettingsError when a live process uses `nvme` and this one will not, or the other way round.
+
+    Names, pins, quotas and tombstones are in the index of the lowest tier there is: all must agree which that is.
+    """
+    living, _ = survey(path / OWNERS, mine)
+    for card in living.values():
+        if card.disk != disk:
+            here, there = ("on", "off") if disk else ("off", "on")
+            raise SettingsError(
+                f"nvme is {here} here and {there} in process {card.pid}, which has {path} open",
+                "open it with the same tiers, or close it there first",
+            )
 
 
 def refuse_other_namespaces(path: Path, mine: bytes | None) -> bool:
