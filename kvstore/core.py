@@ -79,13 +79,25 @@ class Core:
                 superblock.refuse_other_tiers(path, self.owner.id, bool(settings.nvme))
                 self._open_tiers(identity, wrap, alone)
             except BaseException:
-                for tier in self._tiers:
-                    tier.close()
-                if self._home is not None:
-                    self._home.close()
-                self.owner.close()
+                self._let_go()
+                raise
+        self.hbm: DeviceTier | None = None
+        if self.device is not None:
+            try:
+                self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=self.pagelock)
+            except BaseException:
+                self.pagelock.close()
+                self._let_go()
                 raise
         self._start()
+
+    def _let_go(self) -> None:
+        """Of what was opened before opening failed, so that this process can open the store again."""
+        for tier in self._tiers:
+            tier.close()
+        if self._home is not None:
+            self._home.close()
+        self.owner.close()
 
     @property
     def tiers(self) -> tuple[SlottedTier, ...]:
@@ -330,11 +342,9 @@ class Core:
             verify_share=settings.verify_share,
             timeout=timeout,
         )
-        self.hbm: DeviceTier | None = None
         self.device_loader: DeviceLoader | None = None
         device_saver: DeviceSaver | None = None
-        if self.device is not None:
-            self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=self.pagelock)
+        if self.hbm is not None:
             device_saver = DeviceSaver(self.hbm, self.ram, self.events)
             self.device_loader = DeviceLoader(
                 self.hbm,

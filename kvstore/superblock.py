@@ -50,8 +50,9 @@ def prepare_directory(path: Path) -> None:
         (path / OWNERS).stat() if path.stat().st_uid == os.geteuid() else None
     except (FileExistsError, NotADirectoryError) as error:
         raise PathError(f"{path} is not a directory", "name a directory, or one that does not exist yet") from error
-    except FileNotFoundError:
-        pass
+    except FileNotFoundError as error:
+        if not path.is_dir():  # such as below /proc
+            raise PathError(f"{path} cannot be made: {error.strerror}", "choose a path you can write") from error
     except OSError as error:
         raise PathError(f"{path} cannot be made: {error.strerror}", "choose a path you can write") from error
     refuse_unsafe_filesystem(path)

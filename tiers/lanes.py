@@ -190,7 +190,7 @@ def single_device(devices: Iterable[torch.device | str]) -> torch.device:
 
     Raises UnsupportedError for several devices, and for one that is neither a CPU nor a CUDA device.
     """
-    found = {_indexed(torch.device(device)) for device in devices}
+    found = {_indexed(_parsed(device)) for device in devices}
     if len(found) != 1:
         raise UnsupportedError(
             f"the KV is spread over {len(found)} devices: {', '.join(sorted(map(str, found))) or 'none'}",
@@ -202,6 +202,15 @@ def single_device(devices: Iterable[torch.device | str]) -> torch.device:
             f"hbm does not know devices such as {device}", "use cuda, cuda:0 or cpu, or leave hbm at 0"
         )
     return device
+
+
+def _parsed(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"torch knows no device {device!r}", "use cuda, cuda:0 or cpu, or leave hbm at 0"
+        ) from error
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -122,6 +122,9 @@ def _store(settings: Settings) -> Iterator[Finding]:
         yield Finding("store", f"{path}, format {superblock.VERSION}")
         superblock.refuse_other_namespaces(path, None)
         yield Finding("in use", f"by {len(survey(path / superblock.OWNERS)[0])} processes of this PID namespace")
+    elif not (there := _nearest(path)).is_dir():
+        advice = "name a directory, or one that does not exist yet"
+        yield Finding("store", f"{there} is not a directory", Grade.REFUSED, advice)
     elif path.is_dir() and any(path.iterdir()):
         names = ", ".join(sorted(entry.name for entry in path.iterdir())[:3])
         advice = "name an empty directory, or one that does not exist"

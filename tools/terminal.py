@@ -40,9 +40,14 @@ Step: TypeAlias = Callable[[str, int, int | None], None]
 """Told a stage's name, how much of it is done, and of how much (None: unknown)."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # not rich's exit code 1, which says here that something is wrong
+
+
 def console() -> Console:
     """Standard output, as it is now."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    return _Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def notes() -> Console:

@@ -53,6 +53,11 @@ def common() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def test_a_path_that_nobody_can_make_is_refused(memory: Path) -> None:
+    with pytest.raises(PathError, match="cannot be made"):
+        open_small(Path("/proc/no-such-store"), memory)
+
+
 def still_served(path: Path, memory: Path) -> bool:
     with open_small(path, memory) as store:
         got, wrong = load(store, SPEAKERS[0], TOKENS)

@@ -35,6 +35,16 @@ def open_store(path: Path, memory: Path, hbm: int | str) -> Store:
     )
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "mps"])
+def test_a_device_that_is_not_there_is_refused_and_the_store_can_be_opened_without(
+    tmp_path: Path, memory: Path, device: str
+) -> None:
+    sizes = {"ram": "8MiB", "nvme": "16MiB", "ram_segment_bytes": "1MiB", "nvme_segment_bytes": "2MiB"}
+    with pytest.raises(UnsupportedError, match="hbm"):
+        kvstore.open(tmp_path / "store", ram_directory=memory, hbm="1MiB", device=device, **sizes)
+    open_store(tmp_path, memory, 0).close()
+
+
 def random_kv(seed: int, tokens: int = TOKENS) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((3, 2, 2, tokens, 16)).astype(np.float32)
 

@@ -181,6 +181,7 @@ def test_a_closed_pipe_is_not_an_error(made: Any) -> None:
     done = subprocess.run(command_line("ls", "--path", made.path), stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert done.stderr == b""
+    assert done.returncode == 141
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2, 0.3])

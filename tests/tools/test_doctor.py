@@ -93,6 +93,14 @@ def test_json_is_one_object_and_the_exit_code_says_whether_anything_is_refused(t
     assert json.loads(refused.stdout)["ok"] is False
 
 
+def test_a_file_is_not_a_place_for_a_store(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        (found,) = [finding for finding in examine(path) if finding.subject == "store"]
+        assert found.grade is Grade.REFUSED
+        assert found.value.endswith("file is not a directory")
+
+
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     code = f"{sys.executable} -m kvstore.tools.cli doctor --path {tmp_path} --json | true"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
