@@ -32,11 +32,11 @@ class CopyThreads:
 
     def copy(self, job: Callable[[], T]) -> Future[T]:
         """Run a copy."""
-        return self._copy.submit(job)
+        return _submit(self._copy, job)
 
     def read(self, job: Callable[[], T]) -> Future[T]:
         """Run a disk read."""
-        return self._read.submit(job)
+        return _submit(self._read, job)
 
     def run_length(self, blocks: int, most: int = 16) -> int:
         """Blocks to a job, so that every thread has work and a job is worth its start."""
@@ -61,6 +61,30 @@ class CopyThreads:
         """Wait for what runs, and end the threads."""
         self._read.shutdown(wait=True)
         self._copy.shutdown(wait=True)
+
+
+def _submit(pool: ThreadPoolExecutor, job: Callable[[], T]) -> Future[T]:
+    """Run a job in a pool or, where no thread is to be had, here.
+
+    Python ends its pools when the main thread ends, though other threads may go on for hours. A pool that could not
+    start a thread keeps the job queued all the same; it must not run a second time then, when its slots are others'.
+    """
+    future: Future[T] = Future()
+    claim = threading.Lock()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False) or not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(job())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    try:
+        pool.submit(run)
+    except RuntimeError:
+        run()
+    return future
 
 
 def wait_all(futures: Sequence[Future[T]]) -> list[T]:

@@ -66,7 +66,12 @@ class Prefetches:
                 return known
             fresh = Prefetch(match, None if deadline_s is None else time.monotonic() + deadline_s)
             self._running[key] = fresh
-        self._thread.submit(self._run, key, fresh)
+        try:
+            self._thread.submit(self._run, key, fresh)
+        except RuntimeError as error:  # the store, or the program, is ending: nothing is worth fetching ahead
+            fresh.cancel()
+            self._run(key, fresh)
+            self._events.emit(Fault(self._memory_tier, "prefetch", str(error)))
         return fresh
 
     def close(self) -> None:
@@ -81,6 +86,8 @@ class Prefetches:
             self._promote(prefetch)
         except KVStoreError as error:
             self._events.emit(Fault(self._memory_tier, "prefetch", error.problem))
+        except Exception as error:  # noqa: BLE001  nobody waits for the pool's answer, so it is told here
+            self._events.emit(Fault(self._memory_tier, "prefetch", repr(error)))
         finally:
             with self._lock:
                 if self._running.get(key) is prefetch:

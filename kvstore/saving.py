@@ -143,7 +143,8 @@ class Saver:
             for batch in _batches(wanted):
                 offered += len(batch)
                 reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout, now=job.now)
-                under_way.append(self._fill(reserved.placed, job))
+                under_way.append(_Fill(reserved.placed))
+                self._fill(under_way[-1], job)
                 tally.known += len(reserved.known)
                 tally.skipped += reserved.writing
                 if len(under_way) > 1:
@@ -194,17 +195,17 @@ class Saver:
             rest = missing
         return rest
 
-    def _fill(self, placed: Sequence[Placement], job: SaveJob) -> _Fill:
+    def _fill(self, fill: _Fill, job: SaveJob) -> None:
         """Begin to gather payloads into slots, run by run, each with its header and checksum."""
-        fill = _Fill(placed)
         if job.buffer.device is not None:
-            return self._fill_from_device(fill, job)
+            self._fill_from_device(fill, job)
+            return
+        placed = fill.placed
         for first, count in _runs(placed, job.chain.block_tokens, self._threads.run_length(len(placed))):
             members = placed[first : first + count]
             fill.futures.append(self._threads.copy(partial(self._gather, members, job, fill.checksums)))
-        return fill
 
-    def _fill_from_device(self, fill: _Fill, job: SaveJob) -> _Fill:
+    def _fill_from_device(self, fill: _Fill, job: SaveJob) -> None:
         """The same by way of `hbm`; blocks that find no staging there are given back at once."""
         if self._device is None:
             raise UnsupportedError(
@@ -214,7 +215,6 @@ class Saver:
         transfer, fill.placed, left = self._device.begin(fill.placed, job.buffer, block_tokens, size)
         self._ram.abandon(left)
         fill.futures.append(self._threads.copy(partial(self._arrived, transfer, fill, job)))
-        return fill
 
     def _arrived(self, transfer: Transfer, fill: _Fill, job: SaveJob) -> None:
         """When a device's copies have landed: headers and checksums."""

@@ -174,6 +174,20 @@ class SlottedTier:
         is placed must be published or abandoned. Raises BusyError, StorageError, NoSpaceError (the index is full).
         """
         total = Reserved(left=list(names))
+        try:
+            self._reserve(total, space, slot_bytes, epoch, timeout, now)
+        except BaseException:
+            self.abandon(total.placed)  # of an earlier round: the caller never hears of them
+            raise
+        if total.evicted:
+            self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
+        return total
+
+    def _reserve(
+        self, total: Reserved, space: Space, slot_bytes: int, epoch: int, timeout: float | None, now: int
+    ) -> None:
+        """Rounds of `reserve`, until nothing is left or nothing more can be had."""
+        names = total.left
         before = self._stamp_base + now - max((name.depth for name in names), default=0)
         evict, afresh = not self._grower.may_grow(slot_bytes), False
         while total.left:
@@ -183,8 +197,8 @@ class SlottedTier:
             held: list[SlotRef] = []
             plan = self._plan(total.left, space, slot_bytes, epoch, candidates, held)
             result = self.index.write(plan, timeout)
-            self._begin(result.placed, space)
             total.add(result)
+            self._begin(result.placed, space)
             if not total.left:
                 break
             if not evict:
@@ -194,11 +208,8 @@ class SlottedTier:
             else:
                 self.touch(held, range(0, -len(held), -1), now)
                 afresh = True
-        if total.evicted:
-            self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
         if not evict and total.free * slot_bytes < self.limits.segment_bytes // AHEAD_SHARE:
             self.grow_ahead(slot_bytes)
-        return total
 
     def grow_ahead(self, slot_bytes: int) -> None:
         """Make room for slots of a size in the background, where the budget allows and none is being made."""
