@@ -347,14 +347,21 @@ class Index:
                 with _translated(f"writing the {self.name} index"), self._env.begin(write=True, buffers=False) as txn:
                     result = job.work(Transaction(txn, self._handles))
             except BaseException as error:  # noqa: BLE001  handed to the caller
-                if pause is None or not isinstance(error, NoSpaceError):
+                if pause is None or not isinstance(error, NoSpaceError) or not self._showed_out():
                     job.future.set_exception(error)
                     return
-                self._env.reader_check()
                 time.sleep(pause)
             else:
                 job.future.set_result(result)
                 return
+
+    def _showed_out(self) -> bool:
+        """Free the reader slots of the dead; False when the reader table cannot be read: then waiting is no use."""
+        try:
+            self._env.reader_check()
+        except lmdb.Error:
+            return False
+        return True
 
 
 @contextmanager

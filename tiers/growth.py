@@ -49,7 +49,11 @@ class Grower:
     def ahead(self, slot_bytes: int) -> None:
         """Grow in the background, where little is free and nothing is being made. Never recuts."""
         if self.may_grow(slot_bytes, recut=False) and self._under_way.acquire(blocking=False):
-            threading.Thread(target=self._quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
+            try:
+                threading.Thread(target=self._quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had: who needs room makes it
+                self._under_way.release()
+                self._tier.events.emit(Fault(self._tier.name, "grow", str(error)))
 
     def grow(self, slot_bytes: int, timeout: float | None, *, recut: bool = True) -> bool:
         """One more segment for slots of a size; False when there is none, and none is tried for a while.
@@ -95,14 +99,19 @@ class Grower:
         except (NoSpaceError, StorageError, DamagedError) as error:
             tier.medium.remove(number)
             tier.arrays.remove(number)
-            tier.index.write(lambda txn: segments.cancel_growth(txn, growth, tier.owner), timeout)
+            tier.index.submit(lambda txn: segments.cancel_growth(txn, growth, tier.owner))
             tier.events.emit(Fault(tier.name, "grow", error.problem))
             return False
         if growth.emptied:
             tier.events.emit(Evicted(tier.name, "recut", growth.emptied))
-        return tier.index.write(
-            lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes, tier.limits), timeout
+        finished = tier.index.submit(
+            lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes, tier.limits)
         )
+        try:
+            return finished.result(timeout)
+        except TimeoutError:  # it is done all the same, later: a claim that nobody finishes is lost budget
+            tier.events.emit(Fault(tier.name, "grow", f"the {tier.name} index is locked by another process"))
+            return False
 
     def close(self) -> None:
         """Wait for what is being made."""

@@ -72,6 +72,18 @@ def file_length(path: Path) -> int:
         return -1
 
 
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Raises StorageError."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageError(f"syncing {directory}: {error.strerror}", "check the disk") from error
+
+
 def segment_number(file: Path) -> int | None:
     """The segment that a file belongs to, from its name; None for any other file."""
     if file.suffix not in (".seg", ".slots") or len(file.stem) != 8:
@@ -83,8 +95,11 @@ def segment_number(file: Path) -> int | None:
 
 
 def aligned_buffer(size: int) -> Bytes:
-    """Page-aligned, zeroed memory of ``size`` bytes, in huge pages where the kernel gives them."""
-    memory = mmap.mmap(-1, max(size, ALIGNMENT))
+    """Page-aligned, zeroed memory of ``size`` bytes, in huge pages where the kernel gives them. Raises StorageError."""
+    try:
+        memory = mmap.mmap(-1, max(size, ALIGNMENT))
+    except OSError as error:
+        raise StorageError(f"no memory for {size} bytes: {error.strerror}", "free some memory") from error
     memory.madvise(mmap.MADV_HUGEPAGE) if hasattr(mmap, "MADV_HUGEPAGE") and size >= 2 << 20 else None
     return np.frombuffer(memory, np.uint8)[:size]
 
@@ -190,11 +205,7 @@ class DirectMedium:
         for start in range(0, size, len(zeros)):
             self.write(segment, start, [zeros[: size - start]])
         self.sync([segment])
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(self.directory)
 
     def remove(self, segment: int) -> None:
         """Delete a segment's file."""
@@ -280,6 +291,8 @@ def map_file(path: Path, size: int) -> Bytes:
         if length < size:
             raise DamagedError(f"{path} has {length} bytes, expected {size}", "run `kvstore verify --repair`")
         return np.frombuffer(mmap.mmap(fd, length), np.uint8)
+    except OSError as error:
+        raise StorageError(f"mapping {path}: {error.strerror}", "check memory and vm.max_map_count") from error
     finally:
         os.close(fd)
 
@@ -294,18 +307,20 @@ def populate(memory: Bytes) -> None:
 
 def allocate_file(path: Path, size: int, name: str) -> None:
     """Make a file with all its blocks, or none. Raises NoSpaceError or StorageError."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = -1
     try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise StorageError(f"allocating {path.name}: {error.strerror}", "check the medium") from error
+            raise StorageError(f"allocating {path}: {error.strerror}", "check the medium") from error
         raise NoSpaceError(
             f"no room for a segment of {size} bytes in {name}", "free some space, or lower the budget"
         ) from error
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def _libc() -> ctypes.CDLL | None:
