@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,9 @@ from kvstore.tiers.ram import RamTier
 
 READ_BYTES = 8 << 20
 """Bytes of one disk read: large enough for the medium's speed, small enough to overlap with the scatter."""
+
+SCATTERS_BEHIND = 4
+"""Reads into private memory run ahead of their scatters by so many, whatever the size of the load."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -183,12 +186,12 @@ class _Promotion:
         self._reads: list[Future[None]] = []
         self._scatters: list[Future[None]] = []
         self._began = time.perf_counter()
-        self._private = ExitStack()
 
     def start(self, now: int) -> None:
-        """Reserve `ram` slots, and begin to read."""
+        """Reserve `ram` slots, and begin to read; without a buffer, only what has a slot."""
         loader, ram = self._loader, self._loader._ram
         names = [self._pieces[at].name for at in self._places]
+        present: set[bytes] = set()
         try:
             space = ram.space(self._match.space.record, loader._timeout)
             for first in range(0, len(names), 256):
@@ -196,14 +199,20 @@ class _Promotion:
                 size, epoch = self._shape.slot_bytes, self._match.epoch
                 reserved = ram.reserve(batch, space, size, epoch, loader._timeout, now=now)
                 self._slots.update({placement.name.index_key: placement for placement in reserved.placed})
+                present.update(entry.key for entry in reserved.known)
                 if reserved.left:
                     break
         except KVStoreError as error:
             loader._events.emit(Fault(ram.name, "promote", error.problem))
+        wanted = self._places
+        if self._buffer is None:
+            wanted = [at for at in wanted if self._pieces[at].name.index_key in self._slots]
+            for at in self._places:
+                if self._pieces[at].name.key in present:
+                    self._outcome.causes[at] = None
         most = max(1, READ_BYTES // self._shape.slot_bytes)
-        refs = [self._pieces[at].entry.ref for at in self._places]
-        for begin, run in join_runs(refs, most):
-            chunk = self._places[begin : begin + run.count]
+        for begin, run in join_runs([self._pieces[at].entry.ref for at in wanted], most):
+            chunk = wanted[begin : begin + run.count]
             self._reads.append(loader._threads.read(partial(self._read, chunk)))
 
     def finish(self, now: int) -> None:
@@ -215,7 +224,6 @@ class _Promotion:
             finally:
                 wait_all(self._scatters)
         finally:
-            self._private.close()
             good = [
                 (placement, self._checksums[key]) for key, placement in self._slots.items() if key in self._checksums
             ]
@@ -240,10 +248,12 @@ class _Promotion:
 
         After an error block by block: what cannot be read is dropped, so that it is saved anew and not tried for ever.
         """
+        private = ExitStack()
         try:
-            images = [self._image(self._pieces[at]) for at in chunk]
+            images = [self._image(self._pieces[at], private) for at in chunk]
             self.tier.read([self._pieces[at].entry.ref for at in chunk], self._shape.slot_bytes, images)
         except _CONTAINED as error:
+            private.close()
             if len(chunk) > 1:
                 for at in chunk:
                     self._read([at])
@@ -251,15 +261,21 @@ class _Promotion:
             self._loader._events.emit(Fault(self.tier.name, "load", error.problem))
             self.tier.discard(self._pieces[chunk[0]].name, self._pieces[chunk[0]].entry, "unreadable")
             return
-        self._scatters.append(self._loader._threads.copy(lambda: self._arrived(chunk, images)))
+        self._scatters.append(self._loader._threads.copy(lambda: self._arrived(chunk, images, private)))
 
-    def _image(self, piece: Piece) -> Bytes:
+    def _image(self, piece: Piece, private: ExitStack) -> Bytes:
+        """A block's `ram` slot, or private memory, of which no more is in use than a few reads need."""
         placement = self._slots.get(piece.name.index_key)
         if placement is not None:
             return self._loader._ram.slot(placement.ref, self._shape.slot_bytes)
-        return self._private.enter_context(self._loader._threads.buffer(self._shape.slot_bytes))
+        wait(self._scatters[-2 * SCATTERS_BEHIND : -SCATTERS_BEHIND])
+        return private.enter_context(self._loader._threads.buffer(self._shape.slot_bytes))
 
-    def _arrived(self, chunk: Sequence[int], images: Sequence[Bytes]) -> None:
+    def _arrived(self, chunk: Sequence[int], images: Sequence[Bytes], private: ExitStack) -> None:
+        with private:
+            self._check_and_scatter(chunk, images)
+
+    def _check_and_scatter(self, chunk: Sequence[int], images: Sequence[Bytes]) -> None:
         same = self.tier.unchanged([self._pieces[at].entry for at in chunk])
         for at, image, unchanged in zip(chunk, images, same, strict=True):
             piece = self._pieces[at]
