@@ -134,6 +134,8 @@ class Keeper:
             work()
         except (KVStoreError, OSError) as error:
             self._events.emit(Fault("store", what, str(error)))
+        except Exception as error:  # noqa: BLE001  housekeeping must outlive anything, and say so
+            self._events.emit(Fault("store", what, repr(error)))
 
     def _drop_leases(self) -> None:
         index = self._tiers[0].index

@@ -90,9 +90,13 @@ class Mover:
         return time.monotonic() < self._paused_until
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was submitted is in `nvme` or given up; False when that took too long."""
+        """Wait until all that was submitted is in `nvme` or given up; False when that took too long.
+
+        False at once while nothing is written after faults.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self.idle or (self.paused and not self._busy), timeout)
+            self._changed.wait_for(lambda: self.idle or (self.paused and not self._busy), timeout)
+            return self.idle
 
     def close(self, timeout: float) -> bool:
         """Finish what waits, as far as that is done within ``timeout`` seconds, then stop."""

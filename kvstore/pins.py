@@ -25,22 +25,22 @@ class Pins:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._epoch = -1
-        self._keys: frozenset[bytes] = frozenset()
-        self._until = 0.0
+        self._read: tuple[int, float, frozenset[bytes]] = (-1, 0.0, frozenset())
+        """Epoch, end and keys, set by one assignment: the writers of two indexes ask at the same time."""
 
     def keys(self) -> frozenset[bytes]:
         """Keys of all pinned blocks whose pin has not expired."""
         with self._index.read() as txn:
             epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
             now = time.time()
-            if epoch != self._epoch or now >= self._until:
+            known, until, keys = self._read
+            if epoch != known or now >= until:
                 records = [record for record in _records(txn).values() if record.pinned]
                 live = [record for record in records if not record.expires or record.expires > now]
-                self._keys = frozenset(key for record in live for key in record.keys)
-                self._until = min((record.expires for record in live if record.expires), default=float("inf"))
-                self._epoch = epoch
-        return self._keys
+                keys = frozenset(key for record in live for key in record.keys)
+                until = min((record.expires for record in live if record.expires), default=float("inf"))
+                self._read = (epoch, until, keys)
+        return keys
 
     def listing(self) -> dict[str, NameRecord]:
         """All names, expired ones included."""
@@ -103,7 +103,7 @@ def _changed(txn: Transaction) -> None:
 
 
 def _key(name: str) -> bytes:
-    raw = name.encode()
+    raw = name.encode(errors="replace")
     if not raw or len(raw) > NAME_LIMIT:
         raise SettingsError(f"a name of {len(raw)} bytes", f"use 1 to {NAME_LIMIT} bytes of UTF-8")
     return raw

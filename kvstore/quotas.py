@@ -18,8 +18,8 @@ class Quotas:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._epoch = -1
-        self._limits: dict[tuple[str, bytes], int] = {}
+        self._read: tuple[int, dict[tuple[str, bytes], int]] = (-1, {})
+        """Epoch and limits, set by one assignment: several threads ask at the same time."""
 
     def reader(self, tier: str) -> Callable[[bytes], int | None]:
         """A function from a salt's digest to its quota in a tier, None without one."""
@@ -29,11 +29,12 @@ class Quotas:
         """All quotas; read again only after a change anywhere."""
         with self._index.read() as txn:
             epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
-            if epoch != self._epoch:
+            known, limits = self._read
+            if epoch != known:
                 found = ((key[len(_PREFIX) :], raw) for key, raw in txn.scan(Database.META, _PREFIX))
-                self._limits = {(key[:-16].decode(), key[-16:]): int.from_bytes(raw, "little") for key, raw in found}
-                self._epoch = epoch
-        return self._limits
+                limits = {(key[:-16].decode(), key[-16:]): int.from_bytes(raw, "little") for key, raw in found}
+                self._read = (epoch, limits)
+        return limits
 
     def set(self, tier: str, salt: bytes, limit: int | None) -> None:
         """Set a quota in bytes, or take it off."""

@@ -50,9 +50,11 @@ class Store:
         """The namespace of a layout under a salt.
 
         label: what people call it. ttl: seconds after which unused blocks expire, 0 for never. Raises BudgetError when
-        not even two of its blocks fit the `ram` budget.
+        not even two of its blocks fit the `ram` budget, SettingsError for another ttl.
         """
         core = self._require()
+        if not isinstance(ttl, int) or not 0 <= ttl < 1 << 63:
+            raise SettingsError(f"a ttl of {ttl!r}", "give whole seconds, 0 for never")
         for group in range(len(layout.groups)):
             size = slot_bytes(layout.payload_bytes(group))
             if 2 * size > min(core.ram.budget() - core.ram.index.size, core.settings.ram_segment_bytes):
@@ -182,8 +184,8 @@ class Store:
         found = self.match(space, tokens)
         if not found.tokens:
             raise NotFoundError("nothing of this prefix is stored", "save or warm it first")
-        keys = tuple(piece.name.key for pieces in found.pieces.values() for piece in pieces)
-        size = max(slot_bytes(space.layout.payload_bytes(group)) for group in range(len(space.layout.groups)))
+        keys = tuple(dict.fromkeys(piece.name.key for pieces in found.pieces.values() for piece in pieces))
+        size = sum(slot_bytes(space.layout.payload_bytes(part.group)) for part in space.layout.parts())
         now = int(time.time())
         raw = found.chain.tokens[: found.tokens].astype("<u4").tobytes()
         record = NameRecord(space.root, keys, raw, True, priority, now + ttl if ttl else 0, now, size)
@@ -299,7 +301,7 @@ def _parts(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
     given = dict(buffers) if isinstance(buffers, Mapping) else {wanted[0]: buffers}
     if sorted(given) != sorted(wanted):
         raise LayoutError(f"buffers for {len(given)} parts, the layout has {len(wanted)}", "pass one buffer a part")
-    return given
+    return {part: given[part] for part in wanted}
 
 
 def open_store(settings: Settings, *, wrap: Wrap, observers: Sequence[Observer]) -> Store:
