@@ -148,6 +148,7 @@ def test_a_forked_child_is_refused_and_leaves_the_parent_unharmed(reopen: Reopen
         assert other.do("processes") == 2, "the parent's lock went with its child"
         assert other.do("save", speaker=1, tokens=tokens) == 7
         assert load(store, SPEAKERS[1], tokens)[0].tokens == 100
+        other.do("flush")  # or the kill leaves what its mover was writing
     save(store, ME, [9, *tokens])
     got, wrong = load(store, ME, [9, *tokens])
     assert (got.tokens, wrong) == (101, 0)
