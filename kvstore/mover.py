@@ -160,12 +160,12 @@ class Mover:
         epoch = min(move.entry.epoch for move in batch)
         now = max(move.now for move in batch)
         reserved = self._nvme.reserve([move.name for move in batch], space, first.slot_bytes, epoch, now=now)
-        if reserved.left:
-            reason = "quota" if reserved.over_quota else "full"
-            self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
-            self._mark([moves[name.index_key] for name in reserved.left], REFUSED)
         pairs = [(placement, moves[placement.name.index_key]) for placement in reserved.placed]
         try:
+            if reserved.left:
+                reason = "quota" if reserved.over_quota else "full"
+                self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
+                self._mark([moves[name.index_key] for name in reserved.left], REFUSED)
             done = self._write(pairs, first.slot_bytes)
             stones = self._purge.newer(epoch)
             published = self._nvme.publish([(p, checksum) for p, checksum in done], stones, now=now)

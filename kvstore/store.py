@@ -166,7 +166,10 @@ class Store:
         return self._require().prefetches.start(match, deadline_s)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until what was saved is on `nvme`; False when that took longer than ``timeout`` seconds."""
+        """Wait until what was saved is on `nvme`.
+
+        False when that took longer than ``timeout`` seconds, and at once while `nvme` is read-only after faults.
+        """
         core = self._require()
         return core.mover is None or core.mover.flush(timeout)
 

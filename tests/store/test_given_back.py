@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from stores import BLOCK, LAYOUT, PART, SLOT, StoreBench, StoreMaker, kv_of, tokens_of
 
-from kvstore.errors import BusyError, SettingsError, UnsupportedError
+from kvstore.errors import BusyError, DamagedError, SettingsError, UnsupportedError
 from kvstore.events import Fault, Skipped
 from kvstore.index import Database, Index
 from kvstore.kv import HostKV
@@ -321,3 +321,17 @@ def test_a_writer_that_cannot_show_readers_out_answers_all_who_wait(make_store: 
 def test_a_ttl_that_cannot_be_is_refused_before_anything_is_saved(make_store: StoreMaker, ttl: Any) -> None:
     with pytest.raises(SettingsError, match="ttl"):
         make_store(nvme=0).store.namespace(LAYOUT, ttl=ttl)
+
+
+def test_a_move_whose_marks_fail_keeps_no_slot_of_nvme(make_store: StoreMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_store()
+    bench.store.set_quota("tenant", nvme=4 * SLOT)
+
+    def damaged(*given: object) -> None:
+        raise DamagedError("the arrays of a segment are gone", "run verify")
+
+    monkeypatch.setattr(bench.store._core.mover, "_mark", damaged)
+    bench.save(tokens_of(1, 16 * 10), salt="tenant")
+    bench.settle()
+    assert bench.of(Fault, what="move")
+    assert counts(bench, "nvme", Database.WRITING) == 0
