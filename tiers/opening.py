@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -99,6 +99,8 @@ def open_index(
             need = format_size(wanted + (1 << 20))
             raise BudgetError(f"the {name} budget of {format_size(budget)} is too small", f"give it at least {need}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif alone and index_bytes is None:
+        superblock = _widened(directory, superblock, default_index_bytes(budget), name, events)
     fresh = not (directory / SUPERBLOCK).exists()
     try:
         index = Index(directory / "index", superblock.index_bytes, durable=durable, name=name)
@@ -116,6 +118,29 @@ def open_index(
         index.close()
         raise
     return index, superblock
+
+
+def _widened(directory: Path, superblock: Superblock, wanted: int, name: str, events: Events) -> Superblock:
+    """The superblock after the index got what a larger budget gives it; as it was where the medium has no room.
+
+    The file grows before the superblock says so: a crash in between leaves a file longer than it need be.
+    """
+    if wanted <= superblock.index_bytes:
+        return superblock
+    try:
+        fd = os.open(directory / "index" / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return superblock
+    try:
+        os.posix_fallocate(fd, 0, wanted)
+    except OSError as error:
+        events.emit(Notice("index not grown", f"{name}: {format_size(wanted)}: {error.strerror}"))
+        return superblock
+    finally:
+        os.close(fd)
+    grown = replace(superblock, index_bytes=wanted)
+    _write_superblock(directory, grown)
+    return grown
 
 
 def _existing(directory: Path, store: bytes, alone: bool, name: str, events: Events) -> Superblock | None:
