@@ -11,6 +11,7 @@ from kvstore.tools import bench
 from kvstore.tools.demo import demo
 from kvstore.tools.doctor import doctor
 from kvstore.tools.evict import evict
+from kvstore.tools.explain import explain
 from kvstore.tools.plan import plan
 from kvstore.tools.show import ls, stats
 from kvstore.tools.terminal import command
@@ -45,6 +46,7 @@ app.command()(command(ls))
 app.command()(command(evict))
 app.command()(command(verify))
 app.command()(command(doctor))
+app.command()(command(explain))
 app.command()(command(plan))
 
 _bench = typer.Typer(name="bench", help="Figures, each beside its limit.", no_args_is_help=True, rich_markup_mode=None)
