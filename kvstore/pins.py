@@ -52,7 +52,7 @@ class Pins:
         with self._index.read() as txn:
             raw = txn.get(Database.NAMES, _key(name))
         if raw is None:
-            raise NotFoundError(f"no prefix is named {name!r}", "`kvstore ls --names` lists the names")
+            raise NotFoundError(f"no prefix is named {name!r}", "`kvstore names` lists the names")
         return NameRecord.unpack(raw)
 
     def put(self, name: str, record: NameRecord, budget: int) -> None:
@@ -90,7 +90,7 @@ class Pins:
             return txn.delete(Database.NAMES, key)
 
         if not self._index.write(work):
-            raise NotFoundError(f"no prefix is named {name!r}", "`kvstore ls --names` lists the names")
+            raise NotFoundError(f"no prefix is named {name!r}", "`kvstore names` lists the names")
 
 
 def _records(txn: Transaction) -> dict[str, NameRecord]:

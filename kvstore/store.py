@@ -239,6 +239,9 @@ class Store:
         if name is not None and prefix is None:
             record = core.pins.get(name)
             prefix = self.match(self.namespace_at(record.root), np.frombuffer(record.tokens, "<u4"))
+            if prefix.tokens < prefix.asked:  # what is left of it belongs to others as well
+                problem = f"only {prefix.tokens} of the {prefix.asked} tokens named {name!r} are stored"
+                raise NotFoundError(problem, "unpin the name; evict what is left by its prefix")
         target = Target(everything, namespace, digest, prefix, unused_s)
         return core.evict(target, tier, dry_run=dry_run)
 

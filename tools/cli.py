@@ -12,6 +12,7 @@ from kvstore.tools.demo import demo
 from kvstore.tools.doctor import doctor
 from kvstore.tools.evict import evict
 from kvstore.tools.explain import explain
+from kvstore.tools.names import names, pin, show, unpin
 from kvstore.tools.plan import plan
 from kvstore.tools.show import ls, stats
 from kvstore.tools.terminal import command
@@ -46,6 +47,10 @@ app.command()(command(ls))
 app.command()(command(evict))
 app.command()(command(verify))
 app.command()(command(doctor))
+app.command()(command(names))
+app.command()(command(show))
+app.command()(command(pin))
+app.command()(command(unpin))
 app.command()(command(explain))
 app.command()(command(plan))
 

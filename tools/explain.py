@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvstore.errors import NotFoundError, SettingsError, TokenError
-from kvstore.identity import salt_digest
 from kvstore.listing import NamespaceUse
 from kvstore.store import Store
 from kvstore.tools import terminal
 from kvstore.tools.differ import Cause, Difference, Side, compare
 from kvstore.tools.explaining import Explanation, ago, moment
 from kvstore.tools.explaining import explain as find_out
+from kvstore.tools.naming import namespaces_for
 from kvstore.tools.prompts import Prompt, Tokens, plain_text, read_prompt
-from kvstore.tools.standing import find_namespace, standing_store
+from kvstore.tools.standing import standing_store
 
 TokenizerOption = Annotated[
     str | None, typer.Option(help="The model's folder or name, for text and chats.", show_default=False)
@@ -59,7 +59,7 @@ def explain(
     with standing_store(path) as store, terminal.progress() as step:
         asked = read_prompt(prompt, as_text)
         everything = store.namespaces()
-        chosen = _chosen(store, everything, namespace, salt)
+        chosen = namespaces_for(store, namespace, salt)
         if asked is None:
             ids, chosen = _named(store, prompt, chosen)
         else:
@@ -92,20 +92,6 @@ def _ids(prompt: Prompt, tokens: Tokens | None) -> tuple[int, ...]:
     if prompt.ids is None:
         raise SettingsError(f"{prompt.source} is text, and the store knows tokens", "pass --tokenizer, or token ids")
     return prompt.ids
-
-
-def _chosen(
-    store: Store, everything: list[NamespaceUse], namespace: str | None, salt: str | None
-) -> list[NamespaceUse]:
-    """Namespaces that the prompt may be meant for. Raises NotFoundError where there is none."""
-    if not everything:
-        raise NotFoundError("the store is empty", "save something first")
-    chosen = [find_namespace(store, namespace)] if namespace is not None else everything
-    if salt is not None:
-        chosen = [use for use in chosen if use.record.salt == salt_digest(salt)]
-    if not chosen:
-        raise NotFoundError("the store has no namespace under this salt", "kvstore ls lists the namespaces")
-    return chosen
 
 
 def _named(store: Store, name: str, chosen: list[NamespaceUse]) -> tuple[tuple[int, ...], list[NamespaceUse]]:
@@ -160,4 +146,4 @@ def _show_causes(out: Console, causes: tuple[Cause, ...], unit: str) -> None:
     for cause in causes:
         unit_one = unit.removesuffix("s")
         out.print(escape(f"{cause.code}: {cause.says}."), style="bold")
-        out.print(escape(f"  At {unit_one} {cause.at:,}; {cause.lost:,} {unit} lie behind it. {cause.advice}."))
+        out.print(escape(f"  At {unit_one} {cause.at:,}; {cause.lost:,} {unit} lie behind it. To do: {cause.advice}."))

@@ -37,7 +37,10 @@ def own_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Made:
-    """A closed store, everything of it on ``nvme`` too. lengths: of the sequences, by their namespace's label."""
+    """A closed store, everything of it on ``nvme`` too; the sequence of 40 tokens is pinned as ``greeting``.
+
+    lengths: of the sequences, by their namespace's label.
+    """
 
     path: Path
     layout: Layout
@@ -63,6 +66,7 @@ def made(tmp_path: Path) -> Made:
             for length in lengths:
                 kv = np.random.default_rng(length).integers(0, 2**32, (2, 2, 2, length, 16), dtype=np.uint32)
                 store.save(space, sequence(length), HostKV.stacked(LAYOUT, kv))
+        store.pin("greeting", store.namespace(LAYOUT, salt="first", label="first"), sequence(40))
         assert store.flush(30)
     return Made(path, LAYOUT, SEQUENCES)
 
