@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvstore.tools import bench
+from kvstore.tools.carry import export, import_
 from kvstore.tools.demo import demo
 from kvstore.tools.doctor import doctor
 from kvstore.tools.evict import evict
@@ -53,6 +54,8 @@ app.command()(command(pin))
 app.command()(command(unpin))
 app.command()(command(explain))
 app.command()(command(plan))
+app.command()(command(export))
+app.command("import")(command(import_))
 
 _bench = typer.Typer(name="bench", help="Figures, each beside its limit.", no_args_is_help=True, rich_markup_mode=None)
 _bench.command()(command(bench.resume))

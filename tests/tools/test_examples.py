@@ -24,6 +24,10 @@ SMALLER: dict[str, list[str]] = {
     "bench tiers": ["--tokens", "256", "--pairs", "5"],
 }
 """Arguments added to examples that would take minutes; the last of an option counts."""
+BEFORE: dict[str, str] = {"import": "export"}
+"""Commands whose example needs what another one's example makes."""
+LEFT: dict[str, list[str]] = {"export": ["greeting.safetensors"], "import": ["greeting.safetensors"]}
+"""Files that an example is meant to make."""
 KEYS: dict[str, set[str]] = {
     "demo": {"identical", "reused_tokens"},
     "bench resume": {"ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead"},
@@ -61,17 +65,24 @@ def test_help_has_an_example_and_json(name: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("demo", "bench resume") else ()) for name in ALL]
 )
 def test_the_example_runs_and_its_json_is_one_object(made: Any, name: str, request: pytest.FixtureRequest) -> None:
-    words = [*example(ALL[name])[1:], *SMALLER.get(name, []), "--json"]
+    more = SMALLER.get(name, [])
     if any("--model" in getattr(option, "opts", ()) for option in ALL[name].params):
-        words += ["--model", str(request.getfixturevalue("tiny_model"))]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.tools.cli", *words],
+        more = [*more, "--model", str(request.getfixturevalue("tiny_model"))]
+    if name in BEFORE:
+        run_example(made, BEFORE[name], [])
+    done = run_example(made, name, more)
+    assert done.returncode == 0, done.stderr
+    assert KEYS.get(name, set()) <= set(json.loads(done.stdout))
+    left = sorted(path.name for path in made.path.parent.iterdir())
+    assert left == sorted(["store", *LEFT.get(name, [])]), "something was left behind"
+
+
+def run_example(made: Any, name: str, more: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore.tools.cli", *example(ALL[name])[1:], *more, "--json"],
         cwd=made.path.parent,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert KEYS.get(name, set()) <= set(json.loads(done.stdout))
-    assert [path.name for path in made.path.parent.iterdir()] == ["store"], "something was left behind"
