@@ -18,6 +18,7 @@ from kvstore.tools.plan import plan
 from kvstore.tools.show import ls, stats
 from kvstore.tools.terminal import command
 from kvstore.tools.verify import verify
+from kvstore.tools.warm import warm
 
 app = typer.Typer(
     name="kvstore",
@@ -48,6 +49,7 @@ app.command()(command(ls))
 app.command()(command(evict))
 app.command()(command(verify))
 app.command()(command(doctor))
+app.command()(command(warm))
 app.command()(command(names))
 app.command()(command(show))
 app.command()(command(pin))

@@ -28,6 +28,7 @@ from kvstore.errors import UnsupportedError
 from kvstore.events import Cause, Fault, Miss, Refusal
 
 if TYPE_CHECKING:
+    from kvstore.match import Namespace
     from kvstore.store import Store
 
 ADAPTER = "transformers"
@@ -106,6 +107,11 @@ class Attachment:
         except Refused as refused:
             return refused.reason
         return None
+
+    def namespace(self) -> Namespace:
+        """Where requests of now are kept. Raises Refused for a model that is left alone."""
+        space: Namespace = self._ground().space
+        return space
 
     def warm(self, tokens: int) -> None:
         """Compute the weights digest, and have memory for ``tokens`` tokens lie ready."""
