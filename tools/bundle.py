@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,22 +124,23 @@ class BundleWriter:
         if path.exists() and not replace:
             raise PathError(f"{path} is there already", "choose another name, or pass --force")
         self.path = path
-        self._part = path.with_name(f".{path.name}.part")
         self._room = 8192 + payloads * ENTRY_BYTES
         if self._room > HEADER_LIMIT:
             raise NoSpaceError(f"{payloads} payloads do not fit one safetensors file", "export fewer prefixes at once")
         self._entries: dict[str, dict[str, Any]] = {}
         self._at = 0
         self.books = _Books()
-        with _named(self._part):
-            self._file = os.fdopen(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        with _named(path):
+            number, made = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+            self._part, self._file = Path(made), os.fdopen(number, "wb")
             self._file.seek(_LENGTH.size + self._room)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is of no use any more
+            self._file.close()
         with contextlib.suppress(FileNotFoundError):
             self._part.unlink()
 
@@ -170,7 +172,7 @@ class BundleWriter:
         text = manifest.to_json()
         digest = _digest(text, tokens, tree, digests)
         header = json.dumps({"__metadata__": {MANIFEST: text, DIGEST: digest}, **self._entries}, separators=(",", ":"))
-        with _named(self._part):
+        with _named(self.path):
             self._file.seek(0)
             raw = header.encode()
             if len(raw) > self._room:
@@ -183,7 +185,7 @@ class BundleWriter:
         return digest
 
     def _put(self, name: str, dtype: str, shape: list[int], raw: bytes) -> None:
-        with _named(self._part):
+        with _named(self.path):
             self._file.write(raw)
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self._at, self._at + len(raw)]}
         self._at += len(raw)

@@ -26,7 +26,7 @@ from kvstore.tools.stored import layout_difference, sequences
 
 CANDIDATES = 8
 """Stored sequences that are compared closely with the prompt."""
-LATEST = 4096
+LATEST = 1024
 """Stored sequences that are looked at, the most recently used ones."""
 CODES = {"weights": "revision", "config": "revision", "adapters": "adapter"}
 
