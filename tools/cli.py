@@ -17,6 +17,7 @@ from kvstore.tools.names import names, pin, show, unpin
 from kvstore.tools.plan import plan
 from kvstore.tools.show import ls, stats
 from kvstore.tools.terminal import command
+from kvstore.tools.top import top
 from kvstore.tools.verify import verify
 from kvstore.tools.warm import warm
 
@@ -46,6 +47,7 @@ def _root(
 app.command()(command(demo))
 app.command()(command(stats))
 app.command()(command(ls))
+app.command()(command(top))
 app.command()(command(evict))
 app.command()(command(verify))
 app.command()(command(doctor))
