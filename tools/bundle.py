@@ -170,7 +170,7 @@ class BundleWriter:
         self._put("tree", "I32", [2, len(books.parents)], tree)
         self._put("digests", "U8", [len(books.digests), 32], digests)
         text = manifest.to_json()
-        digest = _digest(text, tokens, tree, digests)
+        digest = _digest(text, _canonical(self._entries), tokens, tree, digests)
         header = json.dumps({"__metadata__": {MANIFEST: text, DIGEST: digest}, **self._entries}, separators=(",", ":"))
         with _named(self.path):
             self._file.seek(0)
@@ -208,14 +208,14 @@ class Bundle:
             raise
 
     def _open(self) -> None:
-        entries, metadata = self._header()
+        entries, told, metadata = self._header()
         if MANIFEST not in metadata:
             raise FormatError(f"{self.path} is no export of kvstore", "pass a file that kvstore export made")
         text = str(metadata[MANIFEST])
         self.manifest = Manifest.from_json(text)
         self._entries = entries
         tokens, tree, digests = (self._whole(name) for name in ("tokens", "tree", "digests"))
-        self.digest = _digest(text, tokens, tree, digests)
+        self.digest = _digest(text, told, tokens, tree, digests)
         if self.digest != metadata.get(DIGEST):
             raise DamagedError(f"{self.path} was changed since it was exported", _AGAIN)
         self.layout = Layout.from_json(self.manifest.layout)
@@ -265,8 +265,8 @@ class Bundle:
             done += stop - start
             step(done, total)
 
-    def _header(self) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
-        """Where each tensor lies in the file, and the metadata."""
+    def _header(self) -> tuple[dict[str, tuple[int, int]], bytes, dict[str, Any]]:
+        """Where each tensor lies in the file, what the header says of them, and the metadata."""
         size = os.fstat(self._file).st_size
         length = _LENGTH.unpack(self._bytes(0, _LENGTH.size))[0] if size >= _LENGTH.size else HEADER_LIMIT + 1
         if length > min(HEADER_LIMIT, size - _LENGTH.size):
@@ -274,7 +274,8 @@ class Bundle:
         first = _LENGTH.size + length
         try:
             header = json.loads(self._bytes(_LENGTH.size, length))
-            metadata = header.pop("__metadata__", {})
+            metadata = dict(header.pop("__metadata__", {}))
+            told = _canonical(header)
             entries = {}
             at = 0
             for name, entry in header.items():
@@ -287,7 +288,7 @@ class Bundle:
             raise FormatError(f"{self.path} is no safetensors file: {error}", "pass an export") from error
         if first + at != size:
             raise DamagedError(f"{self.path} has {size} bytes, not {first + at}: it is truncated", _AGAIN)
-        return entries, metadata
+        return entries, told, metadata
 
     def _check_tree(self, tokens: bytes, tree: bytes) -> None:
         manifest, block_tokens = self.manifest, self.layout.block_tokens
@@ -329,9 +330,14 @@ class Bundle:
         return b"".join(pieces)
 
 
-def _digest(manifest: str, tokens: bytes, tree: bytes, digests: bytes) -> str:
+def _canonical(entries: dict[str, Any]) -> bytes:
+    return json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(manifest: str, *pieces: bytes) -> str:
+    """SHA-256 of the manifest, and of the header's entries, tokens, tree and digests, each after its length."""
     found = hashlib.sha256(manifest.encode())
-    for piece in (tokens, tree, digests):
+    for piece in pieces:
         found.update(_LENGTH.pack(len(piece)))
         found.update(piece)
     return found.hexdigest()
