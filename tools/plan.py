@@ -130,7 +130,11 @@ def _show(model: str, found: Plan) -> None:
     if found.prefill_s is not None:
         rows.append((f"prefill of {found.context:,} tokens", f"{found.prefill_s:.2f} s"))
     for name, time in found.times.items():
-        pays = "never pays" if time.break_even is None else f"pays from {time.break_even:,} tokens on"
+        pays = (
+            f"does not pay up to {found.context:,} tokens"
+            if time.break_even is None
+            else f"pays from {time.break_even:,} tokens on"
+        )
         rows.append((f"load from {name}", f"{time.load_s:.2f} s; {pays}"))
     out.print(terminal.table(model, ("", ""), rows))
     if found.sessions is not None:
