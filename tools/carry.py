@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -55,7 +55,12 @@ def export(
         space, matches = _chosen(store, prompt, namespace, salt, tokens, as_text)
         blocks = sum(len(pieces) for match in matches for pieces in match.pieces.values())
         name = prompt if prompt in store.names() else None
-        told = {"namespace": space.root.hex(), "label": space.label, "sequences": len(matches), "dry_run": dry_run}
+        told: dict[str, Any] = {
+            "namespace": space.root.hex(),
+            "label": space.label,
+            "sequences": len(matches),
+            "dry_run": dry_run,
+        }
         if dry_run:
             size = sum(match.tokens for match in matches) * sum(
                 space.layout.token_bytes(part.group) for part in space.layout.parts()
@@ -121,7 +126,12 @@ def import_(
         chosen = _salt_for(bundle, salt, unsalted)
         use = _target(store, bundle, namespace, chosen)
         bundle.verify(lambda done, total: step("verify", done, total))
-        told = {"file": str(file), "sha256": bundle.digest, "tokens": bundle.manifest.tokens, "dry_run": dry_run}
+        told: dict[str, Any] = {
+            "file": str(file),
+            "sha256": bundle.digest,
+            "tokens": bundle.manifest.tokens,
+            "dry_run": dry_run,
+        }
         if not dry_run:
             kept = label if label is not None else use.record.label if use else bundle.manifest.label
             space = store.namespace(bundle.layout, salt=chosen, label=kept)
@@ -188,12 +198,12 @@ def _target(store: Store, bundle: Bundle, namespace: str | None, salt: str) -> N
         return use
     root = bundle.layout.root(salt)
     known = store.namespaces()
-    use = next((one for one in known if one.record.root == root), None)
+    there = next((one for one in known if one.record.root == root), None)
     label = bundle.manifest.label
     alike = [one for one in known if label and one.record.label == label]
-    if use is None and alike and all(one.layout != bundle.layout for one in alike):
+    if there is None and alike and all(one.layout != bundle.layout for one in alike):
         refuse_other_layout(bundle.layout, alike[0].layout, f"the store's {label}")
-    return use
+    return there
 
 
 def _pin(store: Store, bundle: Bundle, space: Namespace, name: str) -> None:
