@@ -144,11 +144,6 @@ class BundleWriter:
         with contextlib.suppress(FileNotFoundError):
             self._part.unlink()
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all payloads written."""
-        return self._at
-
     def add(self, parent: int, tokens: Tokens, payloads: dict[Part, bytes]) -> int:
         """Add a block. parent: the number of the block before it, -1 for the first. Returns its number."""
         number = len(self.books.parents)

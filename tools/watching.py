@@ -81,9 +81,9 @@ def pressure(now: Stats, last: Interval) -> list[str]:
     for fault, count in last.faults.items():
         found.append(f"{count} faults of {fault.replace('.', ': ')}: kvstore verify and the system's log tell more.")
     for what, blocks in last.skipped.items():
-        tier, _, reason = what.partition(".")
-        found.append(f"{blocks:,} blocks were not saved to {tier} ({reason}).")
-    evicted = {what.partition(".")[0]: blocks for what, blocks in last.evicted.items() if what.endswith(".lru")}
+        where, _, reason = what.partition(".")
+        found.append(f"{blocks:,} blocks were not saved to {where} ({reason}).")
+    evicted = {name.partition(".")[0]: blocks for name, blocks in last.evicted.items() if name.endswith(".lru")}
     for tier in now.tiers:
         if is_full(tier) and evicted.get(tier.name):
             told = f"{tier.name} is full: {evicted[tier.name]:,} blocks were pushed out to make room."
