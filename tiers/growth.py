@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FULL_PAUSE_S = 1.0
 """How long a tier that could not grow goes without trying again."""
 AHEAD_SHARE = 2
-"""One part in this many of a segment is kept free, ahead of need."""
+"""One part in this many of the next segment is kept free, ahead of need."""
 
 
 class Grower:
@@ -123,7 +123,8 @@ class Grower:
         try:
             with tier.index.read() as txn:
                 spare = ledger.free_slots(txn, slot_bytes)
-            if spare * slot_bytes < tier.limits.segment_bytes // AHEAD_SHARE:
+                coming = segments.share_of(segments.slot_room(txn, tier.limits)) * slot_bytes
+            if spare * slot_bytes < min(coming, tier.limits.segment_bytes) // AHEAD_SHARE:
                 self.grow(slot_bytes, None, recut=False)
         except KVStoreError as error:
             tier.events.emit(Fault(tier.name, "grow", error.problem))

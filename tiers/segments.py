@@ -75,6 +75,15 @@ def slot_room(txn: Transaction, limits: Limits) -> int:
     return max(0, (usable - txn.live_bytes()) // INDEX_BYTES_A_SLOT - free)
 
 
+def share_of(room: int) -> int:
+    """How many slots one segment may take of the index's room.
+
+    Half of it: slots of one size set room aside while they are free, and the next layout needs slots of its own. In a
+    store whose index is small the first would take all, and the second could only empty what the first has stored.
+    """
+    return max(min(room, FEWEST_SLOTS), room // 2)
+
+
 def plan_growth(
     txn: Transaction,
     owner: bytes,
@@ -93,7 +102,7 @@ def plan_growth(
         if not segment.slot_bytes and not segment.allocating and room > 0 and segment.size >= slot_bytes:
             return Growth(_claim(txn, segment, owner), new=False)
     wanted = new_segment_bytes(txn, limits.segment_bytes)
-    size = min(wanted, room * slot_bytes) // ALIGNMENT * ALIGNMENT
+    size = min(wanted, share_of(room) * slot_bytes) // ALIGNMENT * ALIGNMENT
     if size >= slot_bytes and (size == wanted or room >= FEWEST_SLOTS):
         number = max(get_number(txn, NEXT), existing[-1].number + 1 if existing else 0)
         put_number(txn, NEXT, number + 1)

@@ -537,6 +537,17 @@ def test_free_slots_of_one_size_do_not_keep_another_size_out(make: Maker) -> Non
         assert len(bench.save(bench.names(seed, 4, WIDE), WIDE).placed) == 4
 
 
+def test_the_first_layout_leaves_room_for_the_next(make: Maker) -> None:
+    bench = make(whole_segments=60)
+    bench.tier.limits = segments.Limits(60 * SEGMENT, INDEX)
+    first = bench.names(1, 4)
+    bench.save(first)
+    bench.pinned.add(first[0].key)
+    wide = bench.names(2, 4, WIDE)
+    assert len(bench.save(wide, WIDE).placed) == 4
+    assert all(bench.present(first + wide))
+
+
 def test_a_reader_of_a_recut_segment_sees_that_it_changed(make: Maker) -> None:
     bench = make(whole_segments=1)
     names = bench.names(1, SLOTS_A_SEGMENT)
