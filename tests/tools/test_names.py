@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import kvstore
 from kvstore.errors import NotFoundError, SettingsError, TokenError
 from kvstore.kv import HostKV
+from kvstore.layout import Layout
 from kvstore.tools.cli import app
 from kvstore.tools.prompts import Prompt, Tokens
 
@@ -156,12 +157,14 @@ def test_a_prompt_that_two_namespaces_hold_is_ambiguous(made: Any) -> None:
 
 
 def test_pins_take_at_most_half_of_a_tier(made: Any) -> None:
+    layout = Layout.uniform(layers=2, heads=2, k_dim=512, block_tokens=16)
     for first, code in ((10_000, 0), (20_000, 9)):
-        ids = np.arange(first, first + 3000, dtype=np.uint32)
+        ids = np.arange(first, first + 160, dtype=np.uint32)
         with kvstore.open(made.path, ram="8MiB", nvme="16MiB") as store:
-            space = store.namespace(made.layout, salt="first", label="first")
-            store.save(space, ids, HostKV.stacked(made.layout, np.zeros((2, 2, 2, 3000, 16), np.uint32)))
+            space = store.namespace(layout, salt="wide", label="wide")
+            store.save(space, ids, HostKV.stacked(layout, np.zeros((2, 2, 2, 160, 512), np.uint32)))
             assert store.flush(30)
+            assert store.match(space, ids).tokens == len(ids)
         run("pin", ",".join(map(str, ids.tolist())), "--name", str(first), "--path", made.path, code=code)
     assert set(names(made)) == {"greeting", "10000"}
 
