@@ -40,6 +40,8 @@ def dirty_moves(ram: RamTier, most: int) -> list[Move]:
 def _dirty(ram: RamTier, most: int) -> list[SlotRef]:
     found: list[tuple[int, SlotRef]] = []
     for segment in ram.segment_list():
+        if not segment.slots:
+            continue  # not cut yet: its files may still be in the making
         arrays = ram.arrays.of(segment.number)
         stamps, flags = arrays.stamps[: segment.slots], arrays.flags[: segment.slots]
         for slot in np.flatnonzero((stamps > 0) & ((flags & (CLEAN | REFUSED)) == 0)).tolist():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvstore.kv import HostKV
 from kvstore.layout import Layout
 from kvstore.policy import CLEAN, REFUSED
 from kvstore.rescan import dirty_moves
+from kvstore.tiers import segments
 
 LAYOUT = Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
 
@@ -42,6 +44,21 @@ def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, me
             time.sleep(0.05)
         store.evict(everything=True, tier="ram")
         assert store.match(store.namespace(LAYOUT), tokens).by_tier == {"nvme": 60 * 16}
+
+
+def test_a_segment_that_is_being_made_has_nothing_to_move(tmp_path: Path, memory: Path) -> None:
+    with open_store(tmp_path, memory) as store:
+        save(store, store.namespace(LAYOUT), 1, 4)
+        assert store.flush(10)
+        ram = store._core.ram
+        claim = partial(segments.plan_growth, owner=ram.owner, slot_bytes=12288, limits=ram.limits, cold=[])
+        growth = ram.index.write(lambda txn: claim(txn, spared=lambda ref, entry: True))
+        assert growth is not None
+        assert growth.new, "its files are not there yet"
+        try:
+            assert dirty_moves(ram, 100) == []
+        finally:
+            ram.index.write(lambda txn: segments.cancel_growth(txn, growth, ram.owner))
 
 
 def test_what_a_quota_keeps_out_of_nvme_is_not_offered_again(tmp_path: Path, memory: Path) -> None:
