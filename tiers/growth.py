@@ -123,8 +123,11 @@ class Grower:
         try:
             with tier.index.read() as txn:
                 spare = ledger.free_slots(txn, slot_bytes)
-                coming = segments.share_of(segments.slot_room(txn, tier.limits)) * slot_bytes
-            if spare * slot_bytes < min(coming, tier.limits.segment_bytes) // AHEAD_SHARE:
+                room = segments.slot_room(txn, tier.limits)
+            coming = tier.limits.segment_bytes  # with too little room growth fails, and is not tried for a while
+            if room >= segments.FEWEST_SLOTS:
+                coming = min(coming, segments.share_of(room) * slot_bytes)
+            if spare * slot_bytes < coming // AHEAD_SHARE:
                 self.grow(slot_bytes, None, recut=False)
         except KVStoreError as error:
             tier.events.emit(Fault(tier.name, "grow", error.problem))
