@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.core import Core
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
@@ -22,7 +22,8 @@ from kvstore.match import Match
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load did. tokens: verified tokens now in the buffer, from its start on. seconds: of the whole call."""
+    """What a load did. tokens: verified tokens now in the buffer, from its start on, those that were not asked for
+    since they were there already included. bytes, by_tier: what was copied. seconds: of the whole call."""
 
     tokens: int
     by_tier: Mapping[str, int]
@@ -69,14 +70,19 @@ def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
     return Lease(core, keys, held)
 
 
-def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer]) -> Loaded:
-    """Load a match into the buffers of its parts. Raises only what a buffer raises."""
+def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer], first: int = 0) -> Loaded:
+    """Load a match into the buffers of its parts, from the block with token ``first`` on.
+
+    Raises only what a buffer raises.
+    """
     began = time.perf_counter()
     seconds: dict[str, float] = {}
+    wanted = {part: tuple(piece for piece in match.pieces[part] if piece.start + piece.take > first) for part in parts}
+    match = replace(match, pieces=wanted)
     loaded, stop, tiers = _load(core, match, parts, seconds)
-    by_tier = _served(match, tiers, loaded)
-    _count(core, match, by_tier, loaded, stop, seconds)
-    size = sum(match.space.layout.payload_bytes(part.group, loaded) for part in parts)
+    by_tier = _served(match, tiers, loaded, first)
+    _count(core, match, by_tier, loaded, stop, seconds, first)
+    size = sum(match.space.layout.payload_bytes(part.group, max(0, loaded - first)) for part in parts)
     return Loaded(loaded, by_tier, size, time.perf_counter() - began, stop)
 
 
@@ -122,22 +128,29 @@ def _try_lease(core: Core, match: Match) -> Lease | None:
 
 
 def _count(
-    core: Core, match: Match, by_tier: Mapping[str, int], loaded: int, stop: Cause, seconds: Mapping[str, float]
+    core: Core,
+    match: Match,
+    by_tier: Mapping[str, int],
+    loaded: int,
+    stop: Cause,
+    seconds: Mapping[str, float],
+    first: int,
 ) -> None:
     for tier, tokens in by_tier.items():
         size = sum(match.space.layout.payload_bytes(part.group, tokens) for part in match.pieces)
         core.events.emit(Hit(tier, tokens, size, seconds.get(tier, 0.0)))
     served = min(match.limit, match.asked)
+    loaded = max(loaded, first)
     if loaded < served:
         core.events.emit(Miss(stop if stop is not Cause.LIMIT else Cause.ABSENT, served - loaded))
     if served < match.asked:
         core.events.emit(Miss(Cause.LIMIT, match.asked - served))
 
 
-def _served(match: Match, tiers: Sequence[str], loaded: int) -> dict[str, int]:
+def _served(match: Match, tiers: Sequence[str], loaded: int, first: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for piece, tier in zip(next(iter(match.pieces.values()), ()), tiers, strict=False):
-        take = min(piece.take, loaded - piece.start)
+        take = min(piece.start + piece.take, loaded) - max(piece.start, first)
         if take > 0:
             found[tier] = found.get(tier, 0) + take
     return found

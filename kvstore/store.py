@@ -104,11 +104,13 @@ class Store:
 
     # ---------------------------------------------------------------- moving KV
 
-    def load(self, match: Match, buffers: Buffers) -> Loaded:
-        """Copy a match's tokens into ``buffers[0 : tokens]``, verified; what was only on `nvme` is promoted.
+    def load(self, match: Match, buffers: Buffers, *, first: int = 0) -> Loaded:
+        """Copy a match's tokens into ``buffers[first : tokens]``, verified; what was only on `nvme` is promoted.
 
-        Never raises for a block that cannot be had: the prefix ends there. To be called for an empty match too, so
-        that misses are counted. Raises LayoutError when the buffer has no room.
+        first: tokens that the buffer has already; the rest of a block that it cuts may be written again. A mapping of
+        some of the layout's parts loads these alone: a rank passes its own shard. Never raises for a block that cannot
+        be had: the prefix ends there. To be called for an empty match too, so that misses are counted. Raises
+        LayoutError when the buffer has no room.
         """
         core = self._require()
         parts = _parts(match.space.layout, buffers)
@@ -119,7 +121,7 @@ class Store:
                     "make a larger buffer, or match with a limit",
                 )
         with core.use():
-            return serving.serve(core, match, parts)
+            return serving.serve(core, match, parts, first)
 
     def save(
         self,
@@ -131,8 +133,8 @@ class Store:
     ) -> Saving:
         """Save the KV of ``tokens``, which lies in ``buffers[0 : len(tokens)]``; gathered before the call returns.
 
-        Blocks that the store has are left as they are. The last, partial block is saved too. Raises TokenError,
-        LayoutError.
+        Blocks that the store has are left as they are. The last, partial block is saved too. A mapping of some of the
+        layout's parts saves these alone. Raises TokenError, LayoutError.
         """
         core = self._require()
         ids = as_tokens(tokens)
@@ -304,10 +306,13 @@ class Store:
 
 def _parts(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
     wanted = list(layout.parts())
-    given = dict(buffers) if isinstance(buffers, Mapping) else {wanted[0]: buffers}
-    if sorted(given) != sorted(wanted):
-        raise LayoutError(f"buffers for {len(given)} parts, the layout has {len(wanted)}", "pass one buffer a part")
-    return {part: given[part] for part in wanted}
+    if isinstance(buffers, Mapping):
+        if not buffers or not set(buffers) <= set(wanted):
+            raise LayoutError(f"buffers for {sorted(buffers)}, the layout has {wanted}", "pass one buffer a part")
+        return {part: buffers[part] for part in wanted if part in buffers}
+    if len(wanted) > 1:
+        raise LayoutError(f"one buffer for {len(wanted)} parts", "pass a mapping of parts to buffers")
+    return {wanted[0]: buffers}
 
 
 def open_store(settings: Settings, *, wrap: Wrap, observers: Sequence[Observer]) -> Store:
