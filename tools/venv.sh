@@ -51,7 +51,7 @@ ensure_venv() {
     local directory=$1 name=$2 beneath=$3 python digest stamp known=
     shift 3
     python=$(find_python) || return
-    digest=$({ printf '%s\n' "$PWD"; "$python" -VV; cat pyproject.toml tools/venv.sh tools/constraints.txt; } | sha256sum)
+    digest=$({ printf '%s\n' "$PWD"; "$python" -VV; cat pyproject.toml tools/venv.sh tools/constraints*.txt; } | sha256sum)
     for stamp in "$name" dev; do
         [[ $(cat "$directory/.stamp-$stamp" 2>/dev/null) == "$digest" ]] && return
     done

@@ -1,0 +1,129 @@
+"""A fresh engine answers from what an earlier one left, the same as without a store, whatever becomes of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import Engine, Place, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+LONG = prompt(2000, 1)
+OTHERS = [prompt(300 + 37 * at, 10 + at) for at in range(6)]
+
+
+@pytest.fixture(scope="module")
+def left(tiny: Any, place: Place) -> Place:
+    """A store that an engine left behind; it ended in order."""
+    with Engine(tiny, place.settings) as engine:
+        assert engine.generate(LONG, tokens=24)[0]["cached"] == 0
+        engine.generate(*OTHERS)
+        engine.generate(LONG, salts=["a"])
+        assert engine.end() == 0
+    return place
+
+
+@pytest.fixture(scope="module", params=["one process", "processes"])
+def fresh(request: pytest.FixtureRequest, tiny: Any, left: Place) -> Iterator[Engine]:
+    """Another engine over it."""
+    with Engine(tiny, left.settings, processes=request.param == "processes") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> dict[str, Any]:
+    """The answer without a store, and its five best first tokens."""
+    answer: dict[str, Any] = plain.generate(LONG, tokens=24, top=5)[0]
+    return answer
+
+
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_a_long_prompt_is_answered_from_the_store(
+    fresh: Engine, left: Place, expected: dict[str, Any], tier: str
+) -> None:
+    if tier == "nvme":
+        left.drop("ram")
+    fresh.do("reset")
+    before = left.counters().get(f"hit.{tier}.tokens", 0)
+    answer = fresh.generate(LONG, tokens=24, top=5)[0]
+    assert answer["cached"] == len(LONG) - 1
+    assert answer["ids"] == expected["ids"]
+    assert answer["top"].keys() == expected["top"].keys()
+    assert all(abs(answer["top"][token] - expected["top"][token]) < 1e-3 for token in answer["top"])
+    fresh.generate(prompt(20, 99))  # another step, after which the counters of this one are shared
+    wait_for(lambda: left.counters().get(f"hit.{tier}.tokens", 0) - before >= len(LONG) - 1)
+
+
+def test_the_answer_of_the_last_turn_is_there_in_the_next(fresh: Engine, left: Place, expected: dict[str, Any]) -> None:
+    fresh.do("reset")
+    turn = [*LONG, *expected["ids"], *prompt(20, 5)]
+    # the last token of an answer was never run through the model
+    assert fresh.generate(turn)[0]["cached"] == len(LONG) + len(expected["ids"]) - 1
+
+
+def test_what_diverges_inside_a_block_is_used_to_the_token(fresh: Engine, plain: Engine) -> None:
+    fresh.do("reset")
+    asked = [*LONG[:1000], *prompt(50, 6)]
+    answer = fresh.generate(asked)[0]
+    assert answer["cached"] == 1000
+    assert answer["ids"] == plain.generate(asked)[0]["ids"]
+
+
+def test_salts_do_not_see_each_other(fresh: Engine) -> None:
+    fresh.do("reset")
+    assert fresh.generate(LONG, salts=["b"])[0]["cached"] == 0
+    fresh.do("reset")
+    assert [fresh.generate(LONG, salts=[salt])[0]["cached"] for salt in "ba"] == [len(LONG) - 1] * 2
+
+
+@pytest.mark.parametrize("block", [0, 7])
+def test_a_damaged_block_is_recomputed(fresh: Engine, left: Place, expected: dict[str, Any], block: int) -> None:
+    left.damage(LONG, block)
+    fresh.do("reset")
+    answer = fresh.generate(LONG, tokens=24)[0]
+    assert answer["ids"] == expected["ids"]
+    wait_for(lambda: left.counters().get("miss.checksum.tokens", 0) > 0)
+    fresh.do("reset")
+    again = fresh.generate(LONG, tokens=24)[0]
+    assert again["ids"] == expected["ids"]
+    assert again["cached"] >= 128 * block
+    with left.open() as store:  # a copy that no load came by is still damaged
+        store.verify(repair=True)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_requests_aborted_on_their_way_leave_nothing(fresh: Engine, left: Place, plain: Engine, steps: int) -> None:
+    left.drop("ram")
+    fresh.do("reset")
+    fresh.do("aborted", prompts=[LONG, *OTHERS[:2]], steps=steps)
+    fresh.do("reset")
+    answers = fresh.generate(*OTHERS)
+    assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in plain.generate(*OTHERS)]
+    with left.open() as store:
+        assert store.verify().problems == []
+
+
+def test_metrics_tell_hits_by_tier(fresh: Engine) -> None:
+    metrics = fresh.do("metrics")
+    assert metrics["vllm:external_prefix_cache_hits"] > 0
+    assert metrics["vllm:kvstore_hit_tokens{tier=ram}"] > 0
+    assert metrics["vllm:kvstore_asked_tokens"] >= metrics["vllm:kvstore_hit_tokens{tier=ram}"]
+
+
+def test_after_a_reset_of_the_connector_nothing_older_is_used(fresh: Engine) -> None:
+    assert fresh.do("reset", connector=True)
+    assert fresh.generate(LONG)[0]["cached"] == 0
+    fresh.do("reset")
+    assert fresh.generate(LONG)[0]["cached"] == len(LONG) - 1
+
+
+def wait_for(condition: Any) -> None:
+    """Until it holds; counters are shared once a second."""
+    import time
+
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.2)

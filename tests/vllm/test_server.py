@@ -1,0 +1,135 @@
+"""The OpenAI server, with a real model: a chat goes on after a restart, and salts are those of requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from types import TracebackType
+from typing import Any
+
+import pytest
+from engines import ENVIRONMENT, ROOT, Place
+
+from kvstore.tools.model import is_complete, model_folder
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.model,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not is_complete(model_folder()), reason="the demo's model is not here: run tools/demo once"),
+]
+STORY = "Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 40
+QUESTION = {"role": "user", "content": f"{STORY}\nWho had three sons?"}
+
+
+class Server:
+    """The server, on a port of its own."""
+
+    def __init__(self, place: Place) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        transfer = {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore.adapters.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {**place.settings, "ram": "512MiB", "nvme": "1GiB"},
+        }
+        flags = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "2304", "--enable-prompt-tokens-details"]
+        self._log = (place.path.parent / f"server-{self.port}.log").open("w+")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder())),
+                *("--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port), *flags),
+                *("--shutdown-timeout", "30", "--kv-transfer-config", json.dumps(transfer)),
+            ],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)},
+            cwd=place.path.parent,
+            start_new_session=True,
+        )
+        until = time.monotonic() + 500
+        while not self._is_up():
+            assert self.process.poll() is None, self.log()[-4000:]
+            assert time.monotonic() < until, self.log()[-4000:]
+            time.sleep(0.5)
+
+    def log(self) -> str:
+        """What it printed."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def chat(self, *messages: dict[str, str], **more: Any) -> dict[str, Any]:
+        """A greedy answer."""
+        body = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 16, **more}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            told: dict[str, Any] = json.load(answer)
+        return told
+
+    def metrics(self) -> str:
+        """The page for Prometheus."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def _is_up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._log.close()
+
+
+def cached(answer: dict[str, Any]) -> int:
+    """Prompt tokens that were not computed."""
+    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+def test_a_chat_goes_on_after_the_server_was_restarted(place: Place) -> None:
+    with Server(place) as server:
+        first = server.chat(QUESTION)
+        assert cached(first) == 0
+        salted = server.chat(QUESTION, cache_salt="tenant")
+        assert cached(salted) == 0
+    said = first["choices"][0]["message"]
+    with Server(place) as server:
+        again = server.chat(QUESTION)
+        assert again["choices"][0]["message"]["content"] == said["content"]
+        assert cached(again) == first["usage"]["prompt_tokens"] - 1
+        following = server.chat(
+            QUESTION, {"role": "assistant", "content": said["content"]}, {"role": "user", "content": "And?"}
+        )
+        assert cached(following) >= first["usage"]["prompt_tokens"] - 1
+        assert cached(server.chat(QUESTION, cache_salt="tenant")) == first["usage"]["prompt_tokens"] - 1
+        assert cached(server.chat(QUESTION, cache_salt="another")) == 0
+        page = server.metrics()
+    assert "vllm:kvstore_hit_tokens_total{" in page
+    assert "vllm:external_prefix_cache_hits_total" in page
