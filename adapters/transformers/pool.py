@@ -86,7 +86,8 @@ def keep_temporaries() -> None:
     glibc maps blocks above a threshold one by one and gives each back when it is freed, until a block up to
     TEMPORARY_BYTES has been freed: that raises the threshold. A process that resumes never runs the long prefill which
     does so by the way, and faults the same pages in again on every layer (measured: 0.35 s instead of 0.20 for a
-    request with 4,096 cached tokens, of which 0.11 s in the copies that repeat K and V for grouped queries).
+    request with 4,096 cached tokens, of which 0.11 s in the copies that repeat K and V for grouped queries;
+    ``hot_ttft_s`` of ``kvstore demo --json``).
     """
     torch.empty(TEMPORARY_BYTES, dtype=torch.uint8)
 
