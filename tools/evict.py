@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvstore.errors import SettingsError
-from kvstore.store import Store
-from kvstore.tools import terminal
-from kvstore.tools.naming import find_named, namespaces_for
-from kvstore.tools.standing import find_namespace, find_prefix, standing_store
+from kvstore.tools import answers, terminal
+from kvstore.tools.standing import standing_store
 
 
 def evict(
@@ -38,15 +35,22 @@ def evict(
         kvstore evict --tier ram --yes --path ./store
     """
     with standing_store(path) as store:
-        target = _target(store, everything, tier, namespace, prefix, name, salt, unused)
+        target = answers.eviction_target(
+            store,
+            everything=everything,
+            tier=tier,
+            namespace=namespace,
+            prefix=prefix,
+            name=name,
+            salt=salt,
+            unused=unused,
+        )
         would = store.evict(**target, tier=tier, dry_run=True)
         if dry_run:
             done, counts = False, would
         else:
             done = terminal.confirmed(f"Evict {_words(would)}?", yes)
-            counts = store.evict(**target, tier=tier) if done else dict.fromkeys(would, 0)
-            if done and name is not None and tier is None:
-                store.unpin(name)
+            counts = answers.evict(store, target, tier) if done else dict.fromkeys(would, 0)
     if as_json:
         terminal.print_json({"dry_run": dry_run, "evicted": done, "blocks": counts})
     elif dry_run:
@@ -55,39 +59,6 @@ def evict(
         terminal.console().print(f"Evicted {_words(counts)}.")
     if not done and not dry_run:
         raise typer.Exit(1)
-
-
-def _target(
-    store: Store,
-    everything: bool,
-    tier: str | None,
-    namespace: str | None,
-    prefix: str | None,
-    name: str | None,
-    salt: str | None,
-    unused: float | None,
-) -> dict[str, Any]:
-    """The arguments of `Store.evict` that the options name. Raises SettingsError for none, or for two things."""
-    given = [everything, *(one is not None for one in (namespace, name, salt, unused))]
-    if prefix is not None and namespace is None:
-        raise SettingsError("--prefix needs the namespace it is in", "add --namespace; kvstore ls lists them")
-    if sum(given) > 1:
-        raise SettingsError(
-            "--all, --namespace, --name, --salt and --unused exclude one another", "evict twice to combine them"
-        )
-    if namespace is not None:
-        use = find_namespace(store, namespace)
-        return {"prefix": find_prefix(store, use, prefix)} if prefix is not None else {"namespace": use.record.root}
-    if name is not None:
-        return {"name": find_named(store, name).name}
-    if salt is not None:
-        namespaces_for(store, None, salt)
-        return {"salt": salt}
-    if unused is not None:
-        return {"unused_s": unused}
-    if everything or tier is not None:
-        return {"everything": True}
-    raise SettingsError("nothing was named", "pass --all, --tier, --namespace, --prefix, --name, --salt or --unused")
 
 
 def _words(counts: dict[str, int]) -> str:

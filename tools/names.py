@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from kvstore.errors import NotFoundError
-from kvstore.match import Match
 from kvstore.sizes import format_size
-from kvstore.tools import terminal
+from kvstore.tools import answers, terminal
 from kvstore.tools.explain import TextOption, TokenizerOption
 from kvstore.tools.explaining import ago, moment
-from kvstore.tools.naming import Named, find_named, find_tokens, named, namespaces_for
+from kvstore.tools.naming import find_tokens, namespaces_for
 from kvstore.tools.prompts import Tokens
 from kvstore.tools.standing import standing_store
 
@@ -50,18 +48,13 @@ def pin(
     with standing_store(path) as store:
         uses = namespaces_for(store, namespace, salt)
         space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=True)
-        found = store.match(space, ids)
-        if found.tokens < len(ids) and not partial:
-            problem = f"only {found.tokens} of {len(ids)} tokens are stored"
-            raise NotFoundError(problem, "ask kvstore explain why, or pin what is there with --partial")
-        store.pin(name, space, ids, priority=priority, ttl=ttl)
-        done = find_named(store, name)
+        told = answers.pin(store, name, space, ids, priority=priority, ttl=ttl, partial=partial)
     if as_json:
-        terminal.print_json({**done.to_dict(), "asked": len(ids)})
+        terminal.print_json(told)
     else:
-        until = f"until {moment(done.record.expires)}" if done.record.expires else "for good"
-        size = format_size(len(done.record.keys) * done.record.slot_bytes)
-        terminal.console().print(escape(f"Pinned {done.tokens:,} tokens as {name!r} {until}: {size} of each tier."))
+        until = f"until {moment(told['expires'])}" if told["expires"] else "for good"
+        size = format_size(told["pinned_bytes"])
+        terminal.console().print(escape(f"Pinned {told['tokens']:,} tokens as {name!r} {until}: {size} of each tier."))
 
 
 def unpin(
@@ -76,12 +69,11 @@ def unpin(
         kvstore unpin greeting --path ./store
     """
     with standing_store(path) as store:
-        was = find_named(store, name)
-        store.unpin(name)
+        told = answers.unpin(store, name)
     if as_json:
-        terminal.print_json({"name": name, "unpinned": was.pinned, "tokens": was.tokens})
+        terminal.print_json(told)
     else:
-        terminal.console().print(escape(f"Forgot {name!r}: its {was.tokens:,} tokens may be evicted again."))
+        terminal.console().print(escape(f"Forgot {name!r}: its {told['tokens']:,} tokens may be evicted again."))
 
 
 def names(path: terminal.PathOption = None, as_json: terminal.JsonOption = False) -> None:
@@ -92,12 +84,13 @@ def names(path: terminal.PathOption = None, as_json: terminal.JsonOption = False
         kvstore names --path ./store
     """
     with standing_store(path) as store:
-        found = named(store)
+        told = answers.names(store)
     if as_json:
-        terminal.print_json({"names": [one.to_dict() for one in found]})
+        terminal.print_json(told)
         return
     rows = [
-        (one.name, one.label, f"{one.tokens:,}", f"{one.stored:,}", _pinned(one), one.record.priority) for one in found
+        (one["name"], one["label"], f"{one['tokens']:,}", f"{one['stored']:,}", _pinned(one), one["priority"])
+        for one in told["names"]
     ]
     columns = ("name", "namespace", "tokens", "stored", "pinned", "priority")
     terminal.console().print(terminal.table("Named prefixes", columns, rows, right=(2, 3, 5)))
@@ -122,55 +115,33 @@ def show(
     with standing_store(path) as store:
         uses = namespaces_for(store, namespace, salt)
         space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=False)
-        match = store.match(space, ids)
-        own = [one for one in named(store) if one.record.root == space.root and _begins(one, match)]
-        if tokens is not None:
-            tokens.check(ids.tolist())
-        text = None if tokens is None else tokens.decode(ids.tolist())
-    blocks = _blocks(match)
-    told = {
-        "namespace": space.root.hex(),
-        "label": space.label,
-        "tokens": len(ids),
-        "stored": match.tokens,
-        "by_tier": match.by_tier,
-        "blocks": blocks,
-        "bytes": match.tokens * sum(space.layout.token_bytes(part.group) for part in match.pieces),
-        "key": match.chain.keys[-1].hex() if match.chain.keys else None,
-        "names": [one.to_dict() for one in own],
-        "first_tokens": ids[:32].tolist(),
-        "text": text,
-    }
+        told = answers.show(store, space, ids)
+    if tokens is not None:
+        tokens.check(ids.tolist())
+        told["text"] = tokens.decode(ids.tolist())
     if as_json:
         terminal.print_json(told)
-        return
+    else:
+        _show_prefix(prompt, told)
+
+
+def _show_prefix(title: str, told: dict[str, Any]) -> None:
     rows = [
-        ("namespace", f"{space.label} {space.root.hex()[:12]}"),
-        ("tokens", f"{match.tokens:,} of {len(ids):,} are stored"),
-        *((f"from {tier}", f"{count:,} tokens, {blocks[tier]:,} blocks") for tier, count in match.by_tier.items()),
-        ("KV", format_size(int(str(told["bytes"])))),
-        *((f"named {one.name!r}", _pinned(one) or "not pinned") for one in own),
-        ("begins", ", ".join(map(str, ids[:16].tolist()))),
-        *(() if text is None else (("text", text[:SHOWN_CHARACTERS]),)),
+        ("namespace", f"{told['label']} {told['namespace'][:12]}"),
+        ("tokens", f"{told['stored']:,} of {told['tokens']:,} are stored"),
+        *(
+            (f"from {tier}", f"{count:,} tokens, {told['blocks'][tier]:,} blocks")
+            for tier, count in told["by_tier"].items()
+        ),
+        ("KV", format_size(told["bytes"])),
+        *((f"named {one['name']!r}", _pinned(one) or "not pinned") for one in told["names"]),
+        ("begins", ", ".join(map(str, told["first_tokens"][:16]))),
+        *(() if told["text"] is None else (("text", told["text"][:SHOWN_CHARACTERS]),)),
     ]
-    terminal.console().print(terminal.table(prompt, ("", ""), rows))
+    terminal.console().print(terminal.table(title, ("", ""), rows))
 
 
-def _pinned(one: Named) -> str:
-    if not one.pinned:
-        return "expired" if one.record.expires else ""
-    return f"for {ago(one.record.expires - time.time())} more" if one.record.expires else "for good"
-
-
-def _begins(one: Named, match: Match) -> bool:
-    """Whether a named prefix is one of the matched tokens."""
-    return match.chain.tokens[: one.tokens].astype("<u4").tobytes() == one.record.tokens
-
-
-def _blocks(match: Match) -> dict[str, int]:
-    """Matched blocks by the tier that would serve them, in all parts."""
-    found: dict[str, int] = {}
-    for pieces in match.pieces.values():
-        for piece in pieces:
-            found[piece.tier] = found.get(piece.tier, 0) + 1
-    return found
+def _pinned(one: dict[str, Any]) -> str:
+    if not one["pinned"]:
+        return "expired" if one["expires"] else ""
+    return f"for {ago(one['expires'] - time.time())} more" if one["expires"] else "for good"

@@ -85,10 +85,15 @@ def find_tokens(
     """
     prompt = read_prompt(argument, as_text)
     if prompt is None:
-        return _by_name(store, argument, uses)
+        return by_name(store, argument, uses)
     if tokens is None and prompt.ids is None:
         raise SettingsError(f"{prompt.source} is text, and the store knows tokens", "pass --tokenizer, or token ids")
-    ids = as_tokens((tokens.ids(prompt, settled) if tokens is not None else prompt.ids) or ())
+    return by_ids(store, (tokens.ids(prompt, settled) if tokens is not None else prompt.ids) or (), uses)
+
+
+def by_ids(store: Store, listed: Sequence[int], uses: Sequence[NamespaceUse]) -> tuple[Namespace, Ids]:
+    """The namespace that has most of these tokens, and the tokens. Raises NotFoundError, AmbiguousError, TokenError."""
+    ids = as_tokens(listed)
     matches = [(store.match(space_of(use), ids).tokens, use) for use in uses]
     most = max(count for count, _ in matches)
     if not most:
@@ -124,8 +129,11 @@ def find_named(store: Store, name: str) -> Named:
     return found
 
 
-def _by_name(store: Store, argument: str, uses: Sequence[NamespaceUse]) -> tuple[Namespace, Ids]:
-    """A named prefix, or a stored sequence by the beginning of its key."""
+def by_name(store: Store, argument: str, uses: Sequence[NamespaceUse]) -> tuple[Namespace, Ids]:
+    """A named prefix, or a stored sequence by the beginning of its key; never a file.
+
+    Raises NotFoundError, AmbiguousError.
+    """
     record = store.names().get(argument)
     if record is not None:
         use = next((use for use in uses if use.record.root == record.root), None)

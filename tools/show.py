@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,7 +10,7 @@ from kvstore.listing import NamespaceUse, Prefix
 from kvstore.records import Usage
 from kvstore.sizes import format_size
 from kvstore.statistics import Stats
-from kvstore.tools import terminal
+from kvstore.tools import answers, terminal
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
 
 SHOWN_TOKENS = 8
@@ -92,7 +92,7 @@ def _share(part: int, whole: int) -> str:
 
 def _show_namespaces(uses: list[NamespaceUse], as_json: bool) -> None:
     if as_json:
-        terminal.print_json({"namespaces": [_namespace(use) for use in uses]})
+        terminal.print_json({"namespaces": [answers.namespace_told(use) for use in uses]})
         return
     tiers = sorted({tier for use in uses for tier in use.by_tier}, reverse=True)
     rows = [
@@ -112,34 +112,9 @@ def _used(usage: Usage) -> str:
     return f"{usage.blocks:,} blocks, {format_size(usage.size)}"
 
 
-def _namespace(use: NamespaceUse) -> dict[str, Any]:
-    record = use.record
-    return {
-        "root": record.root.hex(),
-        "label": record.label,
-        "salt": record.salt.hex(),
-        "created": record.created,
-        "ttl": record.ttl,
-        "block_tokens": use.layout.block_tokens,
-        "token_bytes": use.layout.token_bytes(),
-        "tiers": {tier: {"blocks": usage.blocks, "bytes": usage.size} for tier, usage in use.by_tier.items()},
-    }
-
-
 def _show_prefixes(use: NamespaceUse, shown: list[Prefix], total: int, as_json: bool) -> None:
     if as_json:
-        listed = [
-            {
-                "key": prefix.key.hex(),
-                "tokens": prefix.tokens,
-                "first_tokens": list(prefix.first_tokens),
-                "whole": prefix.whole,
-                "idle_s": prefix.idle_s,
-                "blocks": dict(prefix.by_tier),
-            }
-            for prefix in shown
-        ]
-        terminal.print_json({"namespace": _namespace(use), "total": total, "prefixes": listed})
+        terminal.print_json(answers.prefixes_told(use, shown, total))
         return
     rows = [
         (

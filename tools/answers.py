@@ -1,0 +1,154 @@
+"""What commands and the API answer alike: questions to a store and changes of it, with plain values, as JSON holds them.
+
+Must not know a terminal, a request, or where an argument came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.errors import NotFoundError, SettingsError
+from kvstore.identity import Tokens as Ids
+from kvstore.listing import NamespaceUse, Prefix
+from kvstore.match import Match, Namespace
+from kvstore.store import Store
+from kvstore.tools.naming import Named, find_named, named, namespaces_for
+from kvstore.tools.standing import find_namespace, find_prefix
+
+FIRST_TOKENS = 32
+
+
+def namespace_told(use: NamespaceUse) -> dict[str, Any]:
+    """A namespace, and what it holds in each tier."""
+    record = use.record
+    return {
+        "root": record.root.hex(),
+        "label": record.label,
+        "salt": record.salt.hex(),
+        "created": record.created,
+        "ttl": record.ttl,
+        "block_tokens": use.layout.block_tokens,
+        "token_bytes": use.layout.token_bytes(),
+        "tiers": {tier: {"blocks": usage.blocks, "bytes": usage.size} for tier, usage in use.by_tier.items()},
+    }
+
+
+def prefix_told(prefix: Prefix) -> dict[str, Any]:
+    """A stored sequence."""
+    return {
+        "key": prefix.key.hex(),
+        "tokens": prefix.tokens,
+        "first_tokens": list(prefix.first_tokens),
+        "whole": prefix.whole,
+        "idle_s": prefix.idle_s,
+        "blocks": dict(prefix.by_tier),
+    }
+
+
+def names(store: Store) -> dict[str, Any]:
+    """All named prefixes."""
+    return {"names": [one.to_dict() for one in named(store)]}
+
+
+def show(store: Store, space: Namespace, ids: Ids) -> dict[str, Any]:
+    """One prefix: how many of its tokens are stored in which tier, its blocks and bytes, and its names."""
+    match = store.match(space, ids)
+    own = [one for one in named(store) if one.record.root == space.root and _begins(one, match)]
+    return {
+        "namespace": space.root.hex(),
+        "label": space.label,
+        "tokens": len(ids),
+        "stored": match.tokens,
+        "by_tier": match.by_tier,
+        "blocks": _blocks(match),
+        "bytes": match.tokens * sum(space.layout.token_bytes(part.group) for part in match.pieces),
+        "key": match.chain.keys[-1].hex() if match.chain.keys else None,
+        "names": [one.to_dict() for one in own],
+        "first_tokens": ids[:FIRST_TOKENS].tolist(),
+        "text": None,
+    }
+
+
+def pin(
+    store: Store, name: str, space: Namespace, ids: Ids, *, priority: int, ttl: int | None, partial: bool
+) -> dict[str, Any]:
+    """Name a prefix and keep it. partial: what is there of it will do. Raises NotFoundError, BudgetError."""
+    found = store.match(space, ids)
+    if found.tokens < len(ids) and not partial:
+        problem = f"only {found.tokens} of {len(ids)} tokens are stored"
+        raise NotFoundError(problem, "ask kvstore explain why, or pin what is there with --partial")
+    store.pin(name, space, ids, priority=priority, ttl=ttl)
+    return {**find_named(store, name).to_dict(), "asked": len(ids)}
+
+
+def unpin(store: Store, name: str) -> dict[str, Any]:
+    """Forget a name and its pin. Raises NotFoundError."""
+    was = find_named(store, name)
+    store.unpin(name)
+    return {"name": name, "unpinned": was.pinned, "tokens": was.tokens}
+
+
+def eviction_target(
+    store: Store,
+    *,
+    everything: bool = False,
+    tier: str | None = None,
+    namespace: str | None = None,
+    prefix: str | None = None,
+    name: str | None = None,
+    salt: str | None = None,
+    unused: float | None = None,
+) -> dict[str, Any]:
+    """The arguments of `Store.evict` that options name.
+
+    prefix: first tokens (``1,2,3``), or the beginning of a key. Raises SettingsError for nothing, or for two things;
+    NotFoundError, AmbiguousError.
+    """
+    given = [everything, *(one is not None for one in (namespace, name, salt, unused))]
+    if prefix is not None and namespace is None:
+        raise SettingsError("--prefix needs the namespace it is in", "add --namespace; kvstore ls lists them")
+    if sum(given) > 1:
+        raise SettingsError(
+            "--all, --namespace, --name, --salt and --unused exclude one another", "evict twice to combine them"
+        )
+    if namespace is not None:
+        use = find_namespace(store, namespace)
+        return {"prefix": find_prefix(store, use, prefix)} if prefix is not None else {"namespace": use.record.root}
+    if name is not None:
+        return {"name": find_named(store, name).name}
+    if salt is not None:
+        namespaces_for(store, None, salt)
+        return {"salt": salt}
+    if unused is not None:
+        return {"unused_s": unused}
+    if everything or tier is not None:
+        return {"everything": True}
+    raise SettingsError("nothing was named", "pass --all, --tier, --namespace, --prefix, --name, --salt or --unused")
+
+
+def evict(store: Store, target: dict[str, Any], tier: str | None) -> dict[str, int]:
+    """Evict, and forget the name that named it; blocks by tier."""
+    counts = store.evict(**target, tier=tier)
+    if "name" in target and tier is None:
+        store.unpin(target["name"])
+    return counts
+
+
+def prefixes_told(use: NamespaceUse, shown: Sequence[Prefix], total: int) -> dict[str, Any]:
+    """Some of a namespace's sequences, of ``total``."""
+    return {"namespace": namespace_told(use), "total": total, "prefixes": [prefix_told(one) for one in shown]}
+
+
+def _begins(one: Named, match: Match) -> bool:
+    """Whether a named prefix is one of the matched tokens."""
+    return match.chain.tokens[: one.tokens].astype("<u4").tobytes() == one.record.tokens
+
+
+def _blocks(match: Match) -> dict[str, int]:
+    """Matched blocks by the tier that would serve them, in all parts."""
+    found: dict[str, int] = {}
+    for pieces in match.pieces.values():
+        for piece in pieces:
+            found[piece.tier] = found.get(piece.tier, 0) + 1
+    return found
