@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 
 from kvstore import superblock
 from kvstore.copying import CopyThreads
+from kvstore.days import DayBook
 from kvstore.devices import DeviceLoader, DeviceSaver
 from kvstore.errors import ClosedError, KVStoreError, SettingsError, UnsupportedError
 from kvstore.events import Counters, Events, Fault, Notice, Observer
@@ -252,6 +253,8 @@ class Core:
         self._tiers.reverse()
         log = (lowest or self.ram).index
         self.purge, self.pins, self.quotas = PurgeLog(log), Pins(log), Quotas(log)
+        self.days = DayBook(log)
+        self.events.subscribe(self.days)
         for tier in self._tiers:
             tier.pins = self.pins.keys
             tier.quota = self.quotas.reader(tier.name)
@@ -374,6 +377,7 @@ class Core:
             self.owner.id,
             self.purge,
             self.counters,
+            self.days,
             self.events,
             grace=settings.dead_owner_grace_s,
             idle_work=self._rescan,

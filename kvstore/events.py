@@ -14,6 +14,9 @@ from enum import StrEnum
 from threading import Lock
 from typing import TypeAlias
 
+Root: TypeAlias = bytes
+"""A namespace's root."""
+
 
 class Cause(StrEnum):
     """Why tokens that were asked for were not served."""
@@ -42,12 +45,13 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """``tokens`` tokens were served from ``tier``."""
+    """``tokens`` tokens were served from ``tier``. namespace: its root, here and below; empty where there is none."""
 
     tier: str
     tokens: int
     bytes: int
     seconds: float
+    namespace: Root = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,23 @@ class Miss:
 
     cause: Cause
     tokens: int
+    namespace: Root = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """An engine ran the part of a prompt that it did not find.
+
+    rerun: tokens that were served, and run again all the same. computed: tokens that it ran, these among them.
+    seconds: what that took; 0 where it was not measured. whole: nothing of the prompt was reused.
+    """
+
+    adapter: str
+    rerun: int
+    computed: int
+    seconds: float
+    whole: bool
+    namespace: Root = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +87,7 @@ class Saved:
     blocks: int
     bytes: int
     seconds: float
+    namespace: Root = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +108,7 @@ class Moved:
     blocks: int
     bytes: int
     seconds: float
+    namespace: Root = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +145,7 @@ class Refusal:
     reason: str
 
 
-Event: TypeAlias = Hit | Miss | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
+Event: TypeAlias = Hit | Miss | Prefilled | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
 Observer: TypeAlias = Callable[[Event], None]
 
 
@@ -206,6 +229,12 @@ def _changes(event: Event) -> list[tuple[str, int]]:
             ]
         case Miss(cause, tokens):
             return [(f"miss.{cause.value}.tokens", tokens), ("asked.tokens", tokens)]
+        case Prefilled(adapter, rerun, computed, seconds):
+            return [
+                (f"prefill.{adapter}.rerun.tokens", rerun),
+                (f"prefill.{adapter}.tokens", computed),
+                (f"prefill.{adapter}.microseconds", round(seconds * 1e6)),
+            ]
         case Saved(tier, blocks, size, seconds):
             return [
                 (f"save.{tier}.blocks", blocks),

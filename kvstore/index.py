@@ -47,6 +47,7 @@ class Database(StrEnum):
     NAMESPACES = "namespaces"
     USAGE = "usage"
     PURGE = "purge"
+    DAYS = "days"
     META = "meta"
 
 

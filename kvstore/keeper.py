@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.days import DayBook
 from kvstore.errors import KVStoreError
 from kvstore.events import Counters, Events, Fault
 from kvstore.eviction import behind, catch_up
@@ -26,6 +27,7 @@ from kvstore.tiers.slotted import SlottedTier
 
 PERIOD_S = 1.0
 EXPIRY_PERIOD_S = 10.0
+"""Also how often days are written: that is a commit on the disk."""
 COUNTER = b"counter:"
 
 
@@ -39,13 +41,14 @@ class Keeper:
         mine: bytes,
         purge: PurgeLog,
         counters: Counters,
+        days: DayBook,
         events: Events,
         *,
         grace: float,
         idle_work: Callable[[], None],
     ) -> None:
         self._tiers, self._owners, self._mine = tuple(tiers), owners, mine
-        self._purge, self._counters, self._events = purge, counters, events
+        self._purge, self._counters, self._days, self._events = purge, counters, days, events
         self._behind: dict[str, int] = {}
         self._grace, self._idle_work = grace, idle_work
         self._seen_dead: dict[bytes, float] = {}
@@ -61,6 +64,7 @@ class Keeper:
         self._stop.set()
         self._thread.join()
         self._attempt("counters", self.flush_counters)
+        self._attempt("days", self._days.flush)
 
     def take_back_the_dead(self) -> int:
         """Free what dead owners were writing or holding; those with a device after a while. Returns slots freed."""
@@ -127,6 +131,7 @@ class Keeper:
             self._attempt("rescan", self._idle_work)
             if time.monotonic() - expired >= EXPIRY_PERIOD_S:
                 self._attempt("expire", self.expire)
+                self._attempt("days", self._days.flush)
                 expired = time.monotonic()
 
     def _attempt(self, what: str, work: Callable[[], object]) -> None:

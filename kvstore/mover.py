@@ -179,7 +179,8 @@ class Mover:
         size = len(published) * first.payload_bytes
         if published:
             seconds = time.perf_counter() - began
-            self._events.emit(Moved(self._ram.name, self._nvme.name, len(published), size, seconds))
+            root = first.record.root
+            self._events.emit(Moved(self._ram.name, self._nvme.name, len(published), size, seconds, root))
 
     def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> list[tuple[Placement, bytes]]:
         """Write slot images straight from `ram`; those that changed under the write are left out."""

@@ -130,7 +130,7 @@ class Saver:
             self._submit(tally.moves)
         seconds = time.perf_counter() - began
         if tally.new:
-            self._events.emit(SavedEvent(self._ram.name, tally.new, tally.bytes, seconds))
+            self._events.emit(SavedEvent(self._ram.name, tally.new, tally.bytes, seconds, job.space.root))
         return Saving(tally.new, tally.known, tally.skipped, tally.bytes, seconds)
 
     def _save(self, job: SaveJob, names: Sequence[BlockName], tally: _Tally) -> None:

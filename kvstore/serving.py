@@ -136,15 +136,16 @@ def _count(
     seconds: Mapping[str, float],
     first: int,
 ) -> None:
+    root = match.space.root
     for tier, tokens in by_tier.items():
         size = sum(match.space.layout.payload_bytes(part.group, tokens) for part in match.pieces)
-        core.events.emit(Hit(tier, tokens, size, seconds.get(tier, 0.0)))
+        core.events.emit(Hit(tier, tokens, size, seconds.get(tier, 0.0), root))
     served = min(match.limit, match.asked)
     loaded = max(loaded, first)
     if loaded < served:
-        core.events.emit(Miss(stop if stop is not Cause.LIMIT else Cause.ABSENT, served - loaded))
+        core.events.emit(Miss(stop if stop is not Cause.LIMIT else Cause.ABSENT, served - loaded, root))
     if served < match.asked:
-        core.events.emit(Miss(Cause.LIMIT, match.asked - served))
+        core.events.emit(Miss(Cause.LIMIT, match.asked - served, root))
 
 
 def _served(match: Match, tiers: Sequence[str], loaded: int, first: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore import registry, serving
 from kvstore.core import Core, Wrap
+from kvstore.days import Days
 from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
 from kvstore.events import Cause, Events, Fault, Observer
 from kvstore.eviction import Target
@@ -258,6 +259,11 @@ class Store:
     def stats(self) -> Stats:
         """What tiers hold and what all processes have counted."""
         return self._require().stats()
+
+    def days(self) -> Days:
+        """What was counted, by day (since 1970, UTC) and root; of other processes what they wrote, at most ten seconds
+        ago."""
+        return self._require().days.listing()
 
     def verify(
         self, *, payloads: bool = True, repair: bool = False, progress: Callable[[int, int], None] | None = None

@@ -19,6 +19,7 @@ from kvstore.events import (
     Miss,
     Moved,
     Notice,
+    Prefilled,
     Refusal,
     Saved,
     Skipped,
@@ -31,6 +32,7 @@ WORDS = st.sampled_from(["lru", "full", "known", "busy"])
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Hit, TIERS, COUNTS, COUNTS, SECONDS),
     st.builds(Miss, st.sampled_from(Cause), COUNTS),
+    st.builds(Prefilled, st.just("transformers"), COUNTS, COUNTS, SECONDS, st.booleans()),
     st.builds(Saved, TIERS, COUNTS, COUNTS, SECONDS),
     st.builds(Skipped, TIERS, WORDS, COUNTS),
     st.builds(Moved, TIERS, TIERS, COUNTS, COUNTS, SECONDS),

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 import kvstore
-from kvstore import core, eviction, identity, keeper, layout, pins, purge, quotas, records, slots, store
+from kvstore import core, days, eviction, identity, keeper, layout, pins, purge, quotas, records, slots, store
 from kvstore.header import HEADER_BYTES, MAGIC, VERSION, Header
 from kvstore.index import Database
 from kvstore.kv import HostKV
@@ -139,6 +139,9 @@ def test_constants_in_the_text_are_those_of_the_code() -> None:
         f"at most {purge.KEPT}, and no more than take 1/{purge.INDEX_SHARE} of": chapter("### `purge`"),
         f"up to {purge.KEYS_A_STONE} block keys": chapter("### `purge`"),
         f"`size // {slots.MIN_SLOT_BYTES}`": chapter("### Arrays: `<number>.slots`"),
+        f"one record per {days.INDEX_SHARE * days.RECORD_BYTES >> 10} KiB of the index and {days.MOST:,}": chapter(
+            "### `days`"
+        ),
         f"1 to {pins.NAME_LIMIT} bytes": chapter("### `names`"),
         f"Zeros follow up to {opening.SUPERBLOCK_BYTES} bytes": chapter("### TIER"),
         f"the {HEADER_BYTES - 8} bytes before it; lies at byte {HEADER_BYTES - 8}": chapter("### Slot header"),

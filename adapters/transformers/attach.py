@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from kvstore.adapters.transformers import allow
 from kvstore.adapters.transformers.layout import ModelLayout, Refused, unwrap
 from kvstore.adapters.transformers.pool import Pool, keep_temporaries
-from kvstore.adapters.transformers.run import Ground, Plan, Run
+from kvstore.adapters.transformers.run import ADAPTER, Ground, Plan, Run
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.errors import UnsupportedError
 from kvstore.events import Cause, Fault, Miss, Refusal
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvstore.match import Namespace
     from kvstore.store import Store
 
-ADAPTER = "transformers"
 _RUN: ContextVar[tuple[Attachment, Run | None] | None] = ContextVar("kvstore_run", default=None)
 
 

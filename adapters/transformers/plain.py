@@ -80,7 +80,7 @@ def load(
     space = store.namespace(layout, salt=salt)
     batch, columns = input_ids.shape
     stack = Stack(layout.groups[0], present.dtype, models.device, batch, columns + room, _pool)
-    loaded = fill(store, space, layout, rows_of(input_ids, pads), stack, 1)
+    loaded, _ = fill(store, space, layout, rows_of(input_ids, pads), stack, 1)
     filled = DynamicCache() if cache is None else cache
     install(filled, stack, loaded)
     return Loading(filled, loaded, sum(max(0, loaded - pad) for pad in pads), models.cache_name)

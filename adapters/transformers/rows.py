@@ -76,8 +76,9 @@ def counts_from_zero(positions: torch.Tensor | None, pads: Sequence[int], column
     return all(np.array_equal(row[pad:], np.arange(columns - pad)) for row, pad in zip(table, pads, strict=True))
 
 
-def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stack, least: int) -> int:
-    """Load what is stored of all rows into the front of ``stack``; the columns that are now filled.
+def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stack, least: int) -> tuple[int, int]:
+    """Load what is stored of all rows into the front of ``stack``; the columns that are now filled, and the tokens
+    that were loaded for nothing, since another row had fewer.
 
     At least one column is always left: a model given a cache of the whole prompt has nothing to run. Less than
     ``least`` columns are not worth a load. Rows that are alike are loaded once; padding is cleared.
@@ -89,15 +90,16 @@ def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stac
     cut = min(rows.pads[index] + match.tokens for index, match in found.items())
     if cut < max(least, 1):
         cut = 0
+    loads: dict[int, int] = {}
     for index, match in found.items():
         # Asked for also where nothing comes of it: loads count the hits and the misses.
         wanted = max(0, cut - rows.pads[index])
         fitting = match if match.tokens <= wanted else store.match(space, rows.tokens[index], limit=wanted)
-        loaded = store.load(fitting, stack.row(layout, index, rows.pads[index]))
+        loads[index] = store.load(fitting, stack.row(layout, index, rows.pads[index])).tokens
         if wanted:
-            cut = min(cut, rows.pads[index] + loaded.tokens)
+            cut = min(cut, rows.pads[index] + loads[index])
     for index, first in enumerate(rows.first_alike):
         if index != first:
             stack.copy_row(first, index, 0, cut)
         stack.clear_left(index, min(rows.pads[index], cut))
-    return cut
+    return cut, sum(max(0, loaded - max(0, cut - rows.pads[index])) for index, loaded in loads.items())

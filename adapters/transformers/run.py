@@ -6,6 +6,7 @@ what the cache holds; on any mismatch the run stops saving. Must not know how it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -23,7 +24,7 @@ from kvstore.adapters.transformers.pool import Pool
 from kvstore.adapters.transformers.rows import counts_from_zero, fill, left_pads, rows_of
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.adapters.transformers.stack import Stack
-from kvstore.events import Skipped
+from kvstore.events import Prefilled, Skipped
 from kvstore.identity import Tokens
 from kvstore.layout import Layout
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvstore.match import Namespace
     from kvstore.store import Store
 
+ADAPTER = "transformers"
 ROOM = 512
 """Tokens of room beyond the prompt that are made at once; more comes by doubling."""
 
@@ -83,9 +85,12 @@ class Run:
     _staged: torch.Tensor | None = None
     _prompt_saved: bool = False
     _futures: list[Future[None]] = field(default_factory=list)
+    _began: float | None = None
+    _rerun: int = 0
 
     def before(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """The forward's arguments as they should be; None where they may stay. Raises Refused at the prefill."""
+        self._note_prefill()
         given = inputs.get(self.ground.model_layout.cache_name)
         if self.cache is None:
             return self._start(inputs, given)
@@ -111,6 +116,7 @@ class Run:
 
     def finish(self, result: Any) -> None:
         """Save what the answer added. result: what `generate` returned; None where it raised."""
+        self._note_prefill()
         sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
         if self._seen and (self.columns > self.prompt_columns or not self._prompt_saved):
             self._save(self._tokens(sequences))
@@ -141,14 +147,27 @@ class Run:
         shapes, batch = ground.layout.groups[0], ids.shape[0]
         dtype, device = ground.present.dtype, ground.model_layout.device
         stack = Stack(shapes, dtype, device, batch, prompt.shape[1] + room, ground.pool)
-        loaded = fill(ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.least)
+        loaded, self._rerun = fill(
+            ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.least
+        )
         cache = DynamicCache() if given is None else given
         skip = min(loaded, ids.shape[1] - 1)
         changed = cut(inputs, skip) | {ground.model_layout.cache_name: cache}
         install(cache, stack, skip)
         self.cache, self.pads, self.loaded, self.prompt_columns = cache, pads, loaded, prompt.shape[1]
         self._staged = ids
+        self._began = time.perf_counter()
         return changed
+
+    def _note_prefill(self) -> None:
+        """Tell what the prompt took, once it has run: at the next forward, since a device is late by nature."""
+        if self._began is None or not self._prompt_saved:
+            return
+        seconds, self._began = time.perf_counter() - self._began, None
+        reused = sum(max(0, self.loaded - pad) for pad in self.pads)
+        computed = self.prompt_columns * len(self.pads) - sum(self.pads) - reused
+        root = self.ground.space.root
+        self.ground.store.events.emit(Prefilled(ADAPTER, self._rerun, computed, seconds, not reused, root))
 
     def _step(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """A later chunk of the prompt, or a token of the answer."""

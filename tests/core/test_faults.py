@@ -132,7 +132,7 @@ def test_a_block_that_cannot_be_read_ends_the_prefix_and_is_not_tried_for_ever(f
     bench.told.clear()
     loaded = bench.load(tokens)
     assert (loaded.tokens, loaded.stop) == (3 * BLOCK, Cause.IO), "the run failed, then its fourth block alone"
-    assert bench.of(Miss) == [Miss(Cause.IO, 3 * BLOCK)]
+    assert bench.of(Miss) == [Miss(Cause.IO, 3 * BLOCK, bench.space().root)]
     assert len(bench.of(Fault, tier="nvme", what="load")) == 1
     bench.settle()
     assert bench.of(Evicted, reason="unreadable") == [Evicted("nvme", "unreadable", 1)]

@@ -102,7 +102,7 @@ def test_an_explicit_eviction_reaches_the_device(tmp_path: Path, memory: Path) -
         misses: list[Miss] = []
         store.events.subscribe(lambda event: misses.append(event) if isinstance(event, Miss) else None)
         assert store.load(match, on_device(np.zeros_like(kv))).tokens == 0
-        assert misses == [Miss(Cause.PURGED, TOKENS)]
+        assert misses == [Miss(Cause.PURGED, TOKENS, match.space.root)]
         assert store._core.hbm.stats().resident == 0  # type: ignore[union-attr]
 
 
