@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kvstore
 
-NEED_TORCH = (
+NEED_EXTRA = (
     "kvstore.adapters.",
     "kvstore.tiers.carrier",
     "kvstore.tiers.devicekv",
@@ -19,7 +19,12 @@ NEED_TORCH = (
     "kvstore.tiers.lanes",
     "kvstore.tiers.pagelock",
     "kvstore.tiers.shuffled",
+    "kvstore.tools.api",
+    "kvstore.tools.connections",
+    "kvstore.tools.guard",
+    "kvstore.tools.problems",
     "kvstore.tools.resume",
+    "kvstore.tools.service",
 )
 """Prefixes of what may fail for want of an extra. All else must import with the core's dependencies alone."""
 
@@ -32,7 +37,7 @@ def main() -> None:
     if importlib.util.find_spec("torch") is not None:
         sys.exit("torch is installed here: nothing would be proved")
     names = [found.name for found in pkgutil.walk_packages(kvstore.__path__, "kvstore.", onerror=_refuse)]
-    core = [name for name in names if not name.startswith(NEED_TORCH)]
+    core = [name for name in names if not name.startswith(NEED_EXTRA)]
     for name in core:
         importlib.import_module(name)
     if "torch" in sys.modules or len(core) < 10:
@@ -41,7 +46,7 @@ def main() -> None:
 
 
 def _refuse(name: str) -> None:
-    if not f"{name}.".startswith(NEED_TORCH):
+    if not f"{name}.".startswith(NEED_EXTRA):
         sys.exit(f"{name} cannot be imported: {sys.exc_info()[1]!r}")
 
 

@@ -6,6 +6,7 @@ Everything is parsed with ``struct`` and length-checked. Pure: never opens a fil
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.errors import DamagedError
@@ -25,6 +26,7 @@ KEY_TOKENS = (KEY_LIMIT - _PREFIX.size - _SHORT) // 4
 _BLOCK = struct.Struct("<32sBBHIIIIQQ16s16s")
 _SLOT = struct.Struct(">II")
 _SEGMENT = struct.Struct("<BBHIIQ16s")
+_SLOTS_AT = slice(8, 12)
 _USAGE = struct.Struct("<QQ")
 _NAMESPACE = struct.Struct("<32s16sQQHI")
 _LEASE = struct.Struct("<Q")
@@ -136,6 +138,27 @@ class Entry:
         return cls(key, State(state), tokens, ref, generation, namespace, epoch, owner, checksum, codec, rest)
 
 
+OUTLINE = (
+    ("depth", ">u4"),
+    ("parent", ">u8"),
+    ("key", "V32"),
+    ("tokens", "<u4"),
+    ("segment", "<u4"),
+    ("slot", "<u4"),
+    ("namespace", "<u4"),
+    ("first", ">u4", (8,)),
+)
+"""What `outline` gives of a block, as numpy reads it. first: of its tokens, as many as there are, then anything."""
+
+
+def outline(index_key: bytes, raw: bytes) -> bytes | None:
+    """The shape of a stored sequence's block, for listings of millions; None for one that is not READY, or of another
+    part than the first."""
+    if raw[_STATE_AT] != State.READY or index_key[20:24] != bytes(4):
+        return None
+    return index_key[8:20] + raw[:32] + raw[36:52] + index_key[24:56].ljust(32, b"\0")
+
+
 def ready_record(writing: bytes, checksum: bytes) -> bytes:
     """The stored value of a block once it is READY, from its value while it was WRITING."""
     state, owner = _STATE_AT, _BLOCK.size - 32
@@ -203,6 +226,17 @@ class Segment:
         if len(bitmap) != -(-slots // 8) or slots * slot_bytes > size:
             raise damaged("a segment's record")
         return cls(int.from_bytes(key, "big"), size, slot_bytes, slots, owner, bitmap)
+
+
+def slot_counts(raws: Iterable[bytes]) -> tuple[int, int, int]:
+    """How many segments, slots and free slots stored values of segments have; a twentieth of what unpacking costs."""
+    count = slots = free = 0
+    for raw in raws:
+        count += 1
+        here = int.from_bytes(raw[_SLOTS_AT], "little")
+        slots += here
+        free += (int.from_bytes(raw[_SEGMENT.size :], "big") >> -here % 8).bit_count()
+    return count, slots, free
 
 
 @dataclass(frozen=True, slots=True)

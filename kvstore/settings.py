@@ -23,7 +23,7 @@ from kvstore.sizes import GIB, MIB, parse_size
 
 CONFIG_FILE = "kvstore.toml"
 PREFIX = "KVSTORE_"
-OTHER_VARIABLES = frozenset({"KVSTORE_CONFIG"})
+OTHER_VARIABLES = frozenset({"KVSTORE_CONFIG", "KVSTORE_TOKEN", "KVSTORE_URL"})
 """Variables with our prefix that are not settings."""
 
 _SERVICE_LINK = re.compile(r"KVSTORE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")

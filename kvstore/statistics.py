@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstore.records import Usage
-from kvstore.slots import FreeMap
+from kvstore.index import Database
+from kvstore.records import Usage, slot_counts
 from kvstore.tiers.slotted import SlottedTier
 
 
@@ -55,7 +55,8 @@ class Stats:
 
 def tier_stats(tier: SlottedTier) -> TierStats:
     """What a tier holds now."""
-    segments = tier.segment_list()
+    with tier.index.read() as txn:
+        segments, slots, free = slot_counts(raw for _, raw in txn.scan(Database.SEGMENTS))
     usage = sum_usage(tier.usage().values())
     return TierStats(
         name=tier.name,
@@ -63,9 +64,9 @@ def tier_stats(tier: SlottedTier) -> TierStats:
         allocated_bytes=tier.allocated(),
         index_bytes=tier.index.size,
         index_used_bytes=tier.index.used_bytes(),
-        segments=len(segments),
-        slots=sum(segment.slots for segment in segments),
-        free_slots=sum(FreeMap.unpack(segment.bitmap, segment.slots).free for segment in segments),
+        segments=segments,
+        slots=slots,
+        free_slots=free,
         blocks=usage.blocks,
         used_bytes=usage.size,
     )

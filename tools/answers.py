@@ -1,4 +1,4 @@
-"""What commands and the API answer alike: questions to a store and changes of it, with plain values, as JSON holds them.
+"""What commands and the API answer alike: questions to a store and changes of it, as plain values that JSON holds.
 
 Must not know a terminal, a request, or where an argument came from.
 """
@@ -15,6 +15,7 @@ from kvstore.match import Match, Namespace
 from kvstore.store import Store
 from kvstore.tools.naming import Named, find_named, named, namespaces_for
 from kvstore.tools.standing import find_namespace, find_prefix
+from kvstore.verification import Report
 
 FIRST_TOKENS = 32
 
@@ -133,6 +134,11 @@ def evict(store: Store, target: dict[str, Any], tier: str | None) -> dict[str, i
     if "name" in target and tier is None:
         store.unpin(target["name"])
     return counts
+
+
+def verified(report: Report) -> dict[str, Any]:
+    """What `Store.verify` found."""
+    return {"ok": report.ok, "checked": report.checked, "repaired": report.repaired, "problems": report.problems}
 
 
 def prefixes_told(use: NamespaceUse, shown: Sequence[Prefix], total: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvstore.tools.explain import explain
 from kvstore.tools.names import names, pin, show, unpin
 from kvstore.tools.plan import plan
 from kvstore.tools.savings import savings
+from kvstore.tools.serve import serve
 from kvstore.tools.show import ls, stats
 from kvstore.tools.terminal import command
 from kvstore.tools.top import top
@@ -50,6 +51,7 @@ app.command()(command(stats))
 app.command()(command(ls))
 app.command()(command(top))
 app.command()(command(savings))
+app.command()(command(serve))
 app.command()(command(evict))
 app.command()(command(verify))
 app.command()(command(doctor))

@@ -116,7 +116,7 @@ def named(store: Store) -> list[Named]:
     found = []
     for name, record in sorted(store.names().items()):
         use = uses.get(record.root)
-        match = None if use is None else store.match(space_of(use), _ids(record))
+        match = None if use is None else store.match(space_of(use), ids_of(record))
         found.append(Named(name, record, use.record.label if use else "", match))
     return found
 
@@ -139,7 +139,7 @@ def by_name(store: Store, argument: str, uses: Sequence[NamespaceUse]) -> tuple[
         use = next((use for use in uses if use.record.root == record.root), None)
         if use is None:
             raise NotFoundError(f"{argument!r} names a prefix of another namespace", "leave --namespace out")
-        return space_of(use), _ids(record)
+        return space_of(use), ids_of(record)
     matches: list[tuple[NamespaceUse, Match]] = []
     for use in uses:
         try:
@@ -158,5 +158,6 @@ def by_name(store: Store, argument: str, uses: Sequence[NamespaceUse]) -> tuple[
     return space_of(matches[0][0]), matches[0][1].chain.tokens
 
 
-def _ids(record: NameRecord) -> Ids:
+def ids_of(record: NameRecord) -> Ids:
+    """The tokens of a name."""
     return as_tokens(np.frombuffer(record.tokens, "<u4"))

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.errors import LayoutError, NotFoundError, PathError, SettingsError
-from kvstore.sizes import format_size, parse_size
+from kvstore.sizes import format_size
 from kvstore.tools import terminal
 from kvstore.tools.geometry import geometry
-from kvstore.tools.planning import Machine, Plan
+from kvstore.tools.planning import Plan, machine
 from kvstore.tools.planning import plan as make_plan
 from kvstore.tools.published import PUBLISHED
 
@@ -51,16 +51,16 @@ def plan(
     """
     config, folder = read_config(model)
     text = {**config, **dict(_field(one) for one in fields or ())}
-    known = parse_size(weights) if weights is not None else (weights_on_disk(folder) if folder else None)
-    machine = Machine(
-        memory=parse_size(memory) * devices if memory is not None else None,
-        weights=known,
-        tiers={name: size for name, size in _budgets(hbm, ram, nvme).items() if size},
-        bandwidth={"ram": parse_size(ram_rate), "nvme": parse_size(nvme_rate)},
-        flops=flops * devices if flops is not None else None,
+    told = machine(
+        memory=memory,
+        weights=weights if weights is not None else (weights_on_disk(folder) if folder else None),
+        budgets={"hbm": hbm, "ram": ram, "nvme": nvme},
+        rates={"ram": ram_rate, "nvme": nvme_rate},
+        flops=flops,
         latency=latency,
+        devices=devices,
     )
-    found = make_plan(geometry(text, dtype), machine, context)
+    found = make_plan(geometry(text, dtype), told, context)
     if as_json:
         terminal.print_json({"model": model, **found.to_dict()})
     else:
@@ -99,10 +99,6 @@ def weights_on_disk(folder: Path) -> int | None:
         return int(total) or None
     except (OSError, ValueError, KeyError, TypeError):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
-
-
-def _budgets(hbm: str, ram: str, nvme: str) -> dict[str, int]:
-    return {"hbm": parse_size(hbm), "ram": parse_size(ram), "nvme": parse_size(nvme)}
 
 
 def _field(text: str) -> tuple[str, Any]:

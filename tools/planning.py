@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.errors import SettingsError
 from kvstore.header import slot_bytes
 from kvstore.layout import LayerShape, default_block_tokens
+from kvstore.sizes import parse_size
 from kvstore.tools.geometry import Geometry
 
 INDEX_SHARE = 256
@@ -139,6 +140,28 @@ class Plan:
             },
             "notes": list(geometry.notes),
         }
+
+
+def machine(
+    *,
+    memory: str | None,
+    weights: str | int | None,
+    budgets: Mapping[str, str],
+    rates: Mapping[str, str],
+    flops: float | None,
+    latency: float,
+    devices: int = 1,
+) -> Machine:
+    """A machine out of sizes as people write them. memory, flops: of one of the devices. Raises SettingsError."""
+    sizes = {name: parse_size(budget) for name, budget in budgets.items()}
+    return Machine(
+        memory=parse_size(memory) * devices if memory is not None else None,
+        weights=parse_size(weights) if isinstance(weights, str) else weights,
+        tiers={name: size for name, size in sizes.items() if size},
+        bandwidth={name: parse_size(rate) for name, rate in rates.items()},
+        flops=flops * devices if flops is not None else None,
+        latency=latency,
+    )
 
 
 def plan(geometry: Geometry, machine: Machine, context: int | None = None) -> Plan:

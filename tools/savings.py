@@ -18,6 +18,7 @@ from kvstore.days import DAY_S, OTHERS, Day, Days
 from kvstore.listing import NamespaceUse
 from kvstore.sizes import format_size
 from kvstore.statistics import Stats
+from kvstore.store import Store
 from kvstore.tools import terminal
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
 from kvstore.tools.worth import Prices, Worth, measured_rate, storage, total, worth
@@ -61,14 +62,20 @@ def savings(
     """
     prices = Prices(price, cache_read, cache_write, ram_price, disk_price)
     with standing_store(path) as store:
-        root = find_namespace(store, namespace).record.root if namespace is not None else None
-        lines = judged(store.days(), store.namespaces(), prices, prefill, root, _first(days))
-        stats = store.stats()
-    told = _told(lines, stats, prices)
+        lines, told = answer(store, days, namespace, prices, prefill)
     if as_json:
         terminal.print_json(told)
     else:
         _show(lines, told, prices)
+
+
+def answer(
+    store: Store, days: int, namespace: str | None, prices: Prices, prefill: float | None
+) -> tuple[list[Line], dict[str, Any]]:
+    """The last days' lines, and all of it as plain values. Raises NotFoundError, AmbiguousError."""
+    root = find_namespace(store, namespace).record.root if namespace is not None else None
+    lines = judged(store.days(), store.namespaces(), prices, prefill, root, _first(days))
+    return lines, _told(lines, store.stats(), prices)
 
 
 def judged(

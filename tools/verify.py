@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from kvstore.tools import terminal
+from kvstore.tools import answers, terminal
 from kvstore.tools.standing import standing_store
 
 SHOWN = 50
@@ -32,9 +32,7 @@ def verify(
             payloads=not books_only, repair=repair, progress=lambda done, total: step("verify", done, total)
         )
     if as_json:
-        terminal.print_json(
-            {"ok": report.ok, "checked": report.checked, "repaired": report.repaired, "problems": report.problems}
-        )
+        terminal.print_json(answers.verified(report))
     else:
         out = terminal.console()
         for problem in report.problems[:SHOWN]:

@@ -30,10 +30,11 @@ from kvstore.records import (
     pack_lease,
     parse_slot_key,
     ready_record,
+    slot_counts,
     slot_key,
     unpack_lease,
 )
-from kvstore.slots import SlotRef, SlotRun
+from kvstore.slots import FreeMap, SlotRef, SlotRun
 from kvstore.states import State
 
 u16, u32, u64 = (st.integers(0, 2**width - 1) for width in (16, 32, 64))
@@ -102,6 +103,13 @@ def test_a_published_block_is_the_same_block_without_an_owner(entry: Entry, chec
     assert (ready.state, ready.owner, ready.checksum) == (State.READY, bytes(16), checksum)
     same = ("key", "tokens", "ref", "generation", "namespace", "epoch", "codec", "rest")
     assert all(getattr(ready, name) == getattr(entry, name) for name in same)
+
+
+@given(st.lists(segment_records()))
+def test_slots_are_counted_as_if_every_segment_was_unpacked(found: list[Segment]) -> None:
+    free = sum(FreeMap.unpack(segment.bitmap, segment.slots).free for segment in found)
+    wanted = (len(found), sum(segment.slots for segment in found), free)
+    assert slot_counts(segment.pack() for segment in found) == wanted
 
 
 @given(segment_records())

@@ -1,0 +1,321 @@
+"""What `kvstore serve` does not take: from whom, how large, how slow, how many. Its memory stays where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+from served import TOKEN, Served, serving
+
+from kvstore.errors import KVStoreError, SettingsError
+from kvstore.tools import connections, guard, service
+from kvstore.tools.guard import Rules, is_loopback, read_token, rules_for
+
+CHANGES = [("POST", f"/v1/{name}") for name in ("pin", "unpin", "evict", "prefetch", "verify", "show", "explain")]
+CHANGES += [("GET", "/v1/jobs"), ("GET", "/v1/jobs/0123456789abcdef"), ("DELETE", "/v1/jobs/0123456789abcdef")]
+LOOKS = ["/v1/stats", "/v1/namespaces", "/v1/prefixes", "/v1/names", "/v1/processes", "/v1/server", "/v1/history"]
+
+
+@pytest.fixture
+def served(made: Any) -> Iterator[Served]:
+    with serving(made.path) as server:
+        yield server
+
+
+def memory() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_closed(line: socket.socket, seconds: float) -> bool:
+    """Whether the other side ends a connection in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if select.select([line], [], [], 0.05)[0]:
+            try:
+                if not line.recv(1 << 16):
+                    return True
+            except ConnectionError:
+                return True
+    return False
+
+
+# -------------------------------------------------------------------- who
+
+
+NEAR = (None, TOKEN[:-1], TOKEN + "0", TOKEN.upper(), " ", "x" * 5000)
+
+
+def test_what_changes_or_tells_token_ids_needs_the_token(served: Served) -> None:
+    for method, path in CHANGES:
+        for token in NEAR:
+            found = served.ask(method, path, {}, token=token)
+            assert found.status == 401, path
+            assert found.headers["www-authenticate"] == "Bearer"
+            assert found.headers["content-type"] == "application/problem+json"
+        assert served.ask(method, path, {}).status != 401, path
+    for given in (f"Basic {TOKEN}", TOKEN, f"Bearer{TOKEN}", f"Bearer {TOKEN} x"):
+        assert served.ask("POST", "/v1/verify", {}, token=None, Authorization=given).status == 401
+
+
+def test_without_a_token_nothing_is_changed_by_anybody(made: Any) -> None:
+    with serving(made.path, token=None) as served:
+        for method, path in CHANGES:
+            assert served.ask(method, path, {}).status == 403
+            assert served.ask(method, path, {}, token="None").status == 401
+
+
+def test_token_ids_are_told_only_with_the_token(served: Served) -> None:
+    assert all(one["first_tokens"] for one in served.get("/v1/prefixes")["prefixes"])
+    assert not any(one["first_tokens"] for one in served.get("/v1/prefixes", token=None)["prefixes"])
+    assert "first_tokens" not in str(served.ask("GET", "/v1/names", token=None).told)
+
+
+def test_a_server_for_others_tells_nothing_without_the_token(made: Any) -> None:
+    with serving(made.path, host="0.0.0.0") as served:
+        for path in (*LOOKS, "/metrics", "/v1/events", "/v1/absent"):
+            assert served.ask("GET", path, token=None).status == 401
+        assert served.ask("POST", "/v1/plan", {"model": "llama-3.1-8b"}, token=None).status == 401
+        for path in LOOKS:
+            assert served.ask("GET", path).status == 200
+        assert served.ask("GET", "/healthz", token=None).status == 200
+
+
+def test_listening_for_others_needs_a_token() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.7", "example.org"):
+        assert not is_loopback(host)
+        with pytest.raises(SettingsError, match="there is no token"):
+            rules_for(host, None)
+        assert rules_for(host, TOKEN).closed
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"):
+        assert is_loopback(host)
+        assert not rules_for(host, None).closed
+
+
+def test_no_word_is_the_token_of_a_server_without_one() -> None:
+    assert not any(Rules(None).knows(word) for word in ("", "None", "\0"))
+    assert Rules(TOKEN).knows(TOKEN)
+
+
+def test_a_token_comes_from_a_file_that_is_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(KVStoreError, match="cannot be read"):
+        read_token(file)
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o644)
+    with pytest.raises(KVStoreError, match="can be read by others"):
+        read_token(file)
+    file.chmod(stat.S_IRUSR)
+    assert read_token(file) == TOKEN
+    assert read_token(None, {"KVSTORE_TOKEN": TOKEN}) == TOKEN
+    assert read_token(None, {}) is None
+    for poor in ("short", "with space in it, long", "ünreadable-and-long-enough"):
+        with pytest.raises(KVStoreError, match="is no token"):
+            read_token(None, {"KVSTORE_TOKEN": poor})
+
+
+# -------------------------------------------------------------------- from where
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost@evil"])
+def test_a_name_that_is_not_the_servers_own_is_refused(served: Served, host: str) -> None:
+    """A page whose name was made to mean 127.0.0.1 comes with its own name."""
+    assert served.ask("GET", "/v1/stats", Host=host).status == 421
+    assert served.ask("GET", "/", Host=host).status == 421
+
+
+def test_pages_of_other_sites_are_refused(served: Served) -> None:
+    for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert served.ask("GET", "/v1/stats", **headers).status == 403
+        assert served.ask("POST", "/v1/evict", {"everything": True}, **headers).status == 403
+    own = served.ask("GET", "/v1/stats", Origin=served.url)
+    assert own.status == 200
+    assert not [name for name in own.headers if name.startswith("access-control")]
+    assert served.ask("OPTIONS", "/v1/stats").status == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/stats", "/v1/absent", "/absent", "/healthz", "/openapi.json"])
+def test_every_answer_has_the_headers_that_close_it(served: Served, path: str) -> None:
+    headers = served.ask("GET", path).headers
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert "server" not in headers
+    assert path.startswith("/v1") == (headers.get("cache-control") == "no-store")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/../serve.py",
+        "/page/%2e%2e/serve.py",
+        "/page/..%2fserve.py",
+        "/page//etc/passwd",
+        "/page/%00",
+        "/..%2f..%2fetc/passwd",
+        "//etc/passwd",
+        "/page/index.html%00.js",
+        "/v1/jobs/..%2f..%2fetc",
+    ],
+)
+def test_no_path_of_a_request_is_a_path_on_the_disk(served: Served, path: str) -> None:
+    with served.raw() as line:
+        line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        got = line.recv(1 << 16)
+    assert got.split()[1] in (b"404", b"422", b"400")
+    assert b"import" not in got
+    assert b"root:" not in got
+
+
+# -------------------------------------------------------------------- how much
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
+    ],
+)
+def test_a_malformed_head_ends_the_connection_and_nothing_else(served: Served, head: bytes) -> None:
+    with served.raw() as line:
+        with contextlib.suppress(ConnectionError):
+            line.sendall(head)
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            line.settimeout(5)
+            got = line.recv(1 << 16)
+        assert not got or got.split()[1] in (b"400", b"413", b"404", b"421", b"422")
+    assert served.ask("GET", "/healthz").status == 200
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
+    with served.raw() as line:
+        head = f"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n"
+        line.sendall(head.encode())
+        assert line.recv(1 << 16).split()[1] == b"413"
+
+
+def test_a_body_without_end_is_cut_off_and_takes_no_memory(served: Served) -> None:
+    before = memory()
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    for _ in range(3):
+        with served.raw() as line:
+            line.sendall(b"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(ConnectionError):  # noqa: PT012  whichever of the chunks finds the door closed
+                for _ in range(2000):
+                    line.sendall(chunk)
+    assert memory() - before < 64 << 20
+
+
+def test_deep_and_odd_json_is_refused(served: Served) -> None:
+    for body in (b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"{}trailing", b"NaN", b'{"context": 1e400}', b""):
+        found = served.ask("POST", "/v1/plan", body)
+        assert found.status in (400, 422), found.body
+        assert found.headers["content-type"] == "application/problem+json"
+
+
+# -------------------------------------------------------------------- how slow, how many
+
+
+def test_a_client_that_does_not_finish_its_request_is_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    for sent in (b"", b"GET /v1/stats HTTP/1.1\r\n", b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nX: "):
+        with served.raw() as line:
+            line.sendall(sent)
+            assert is_closed(line, 10)
+
+
+def test_a_body_that_does_not_come_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.app, "_body_s", 0.2)
+    with served.raw() as line:
+        line.sendall(b"POST /v1/plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        line.settimeout(10)
+        assert line.recv(1 << 16).split()[1] == b"408"
+        assert is_closed(line, 10)
+
+
+def test_an_answer_that_takes_too_long_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.app, "_request_s", 0.2)
+    real = type(served.store).namespaces
+    monkeypatch.setattr(type(served.store), "namespaces", lambda self: (time.sleep(1), real(self))[1])
+    found = served.ask("GET", "/v1/namespaces")
+    assert (found.status, found.headers["content-type"]) == (504, "application/problem+json")
+    assert served.ask("GET", "/healthz").status == 200
+
+
+def test_who_does_not_read_the_stream_is_dropped(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 0.3)
+    with serving(made.path, every=0.01) as served:
+        line = socket.socket()
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", served.port))
+        with line:
+            line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            behind: Any = served.app._app.state.service
+            until = time.monotonic() + 30
+            while not behind._watchers:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            while behind._watchers:
+                assert time.monotonic() < until, "the slow reader is still there"
+                behind._hand_out("look", {"padding": "x" * 100_000})
+                time.sleep(0.01)
+        assert served.ask("GET", "/healthz").status == 200
+
+
+def test_a_thousand_streams_are_refused_and_the_server_goes_on(served: Served) -> None:
+    ask = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    before = memory()
+    held: list[socket.socket] = []
+    statuses: list[bytes] = []
+    try:
+        for _ in range(1000):
+            line = served.raw()
+            held.append(line)
+            with contextlib.suppress(ConnectionError):
+                line.sendall(ask)
+        for line in held:
+            line.settimeout(5)
+            try:
+                statuses.append((line.recv(4096).split() or [b"", b""])[1])
+            except (ConnectionError, TimeoutError):
+                statuses.append(b"")
+        assert statuses.count(b"200") == service.WATCHERS
+        assert statuses.count(b"429") + statuses.count(b"200") <= connections.CONNECTIONS
+        assert memory() - before < 64 << 20
+    finally:
+        for line in held:
+            line.close()
+    until = time.monotonic() + 10
+    while True:
+        with contextlib.suppress(OSError):
+            if served.ask("GET", "/v1/stats").status == 200:
+                break
+        assert time.monotonic() < until
+
+
+def test_bounds_are_those_that_the_documentation_tells() -> None:
+    assert (guard.BODY_BYTES, guard.BODY_S, guard.REQUEST_S) == (4 << 20, 10, 60)
+    assert (connections.CONNECTIONS, service.WATCHERS) == (128, 16)

@@ -1,0 +1,44 @@
+"""What routes depend on: the service behind them, and whether a request came with the token.
+
+Must not know any route.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPBearer
+
+from kvstore.tools.guard import no_token
+from kvstore.tools.problems import Refused
+from kvstore.tools.service import Service
+
+_bearer = HTTPBearer(auto_error=False, description="What the server got by --token-file or KVSTORE_TOKEN.")
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _trusted(request: Request) -> bool:
+    return bool(request.state.trusted)
+
+
+def _needs_token(request: Request) -> None:
+    if request.app.state.service.read_only:
+        raise Refused(
+            403,
+            "read-only",
+            "this server has no token, so it changes nothing and tells no token ids",
+            "start it with --token-file, or with KVSTORE_TOKEN set",
+        )
+    if not request.state.trusted:
+        raise no_token()
+
+
+Behind: TypeAlias = Annotated[Service, Depends(_service)]
+Trusted: TypeAlias = Annotated[bool, Depends(_trusted)]
+WITH_TOKEN = [Depends(_needs_token), Security(_bearer)]
+"""Dependencies of routes that change something, or tell what token ids a prompt has: these are as good as its text."""

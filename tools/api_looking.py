@@ -1,0 +1,155 @@
+"""Routes that look at a store and change nothing: stats, namespaces, prefixes, names, processes, history, the stream.
+
+Must not know how any of it is found out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, StreamingResponse
+
+import kvstore
+from kvstore.tools import answers, attached
+from kvstore.tools import api_models as models
+from kvstore.tools.api_access import Behind, Trusted
+from kvstore.tools.catalogue import FIRST
+from kvstore.tools.problems import RESPONSES, Refused
+from kvstore.tools.service import Service, TooManyWatchers
+
+routes = APIRouter(prefix="/v1", responses=RESPONSES, tags=["look"])
+plain = APIRouter(tags=["health"])
+
+BEAT_S = 15.0
+STREAM_S = 1800.0
+"""A stream ends after so long; a client opens another one."""
+
+
+@routes.get("/server", response_model=models.ServerGiven)
+async def server(service: Behind, trusted: Trusted) -> dict[str, Any]:
+    """What this server is, and its settings as in force."""
+    return {
+        "version": kvstore.__version__,
+        "path": str(service.store.settings.path),
+        "read_only": service.read_only,
+        "may_change": trusted and not service.read_only,
+        "began": service.began,
+        "every_s": service.every_s,
+        "settings": service.store.settings.to_dict(),
+    }
+
+
+@routes.get("/stats", response_model=models.StatsGiven)
+async def stats(service: Behind) -> dict[str, Any]:
+    """What each tier holds, and what all processes together were asked, served, and missed."""
+    return (await service.run(service.store.stats)).to_dict()
+
+
+@routes.get("/namespaces", response_model=models.NamespacesGiven)
+async def namespaces(service: Behind) -> dict[str, Any]:
+    """Namespaces, with what they hold in each tier."""
+    found = await service.run(service.store.namespaces)
+    return {"namespaces": [answers.namespace_told(use) for use in found]}
+
+
+@routes.get("/prefixes", response_model=models.PrefixesGiven)
+async def prefixes(
+    service: Behind,
+    trusted: Trusted,
+    sort: Literal["biggest", "hottest", "coldest"] = "hottest",
+    search: Annotated[str, Query(max_length=64, description="A part of a label or a name, or a key's beginning.")] = "",
+    namespace: Annotated[models.Root | None, Query(description="Only of the namespace with this root.")] = None,
+    offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+    limit: Annotated[int, Query(ge=1, le=200)] = 20,
+) -> dict[str, Any]:
+    """Stored sequences, a page of them. The listing may be some seconds old, in a large store some minutes."""
+    return await service.run(
+        service.catalogue.page,
+        sort=sort,
+        search=search,
+        namespace=None if namespace is None else bytes.fromhex(namespace),
+        offset=offset,
+        limit=limit,
+        most_tokens=FIRST if trusted else 0,
+    )
+
+
+@routes.get("/names", response_model=models.NamesGiven)
+async def names(service: Behind) -> dict[str, Any]:
+    """Named prefixes: how much of each is still stored, and until when it is pinned."""
+    return await service.run(answers.names, service.store)
+
+
+@routes.get("/processes", response_model=models.ProcessesGiven)
+async def processes(service: Behind) -> dict[str, Any]:
+    """Processes that have the store open, this server among them."""
+    return {"processes": await service.run(attached.processes, service.store)}
+
+
+@routes.get("/history", response_model=models.HistoryGiven)
+async def history(service: Behind, most: Annotated[int, Query(ge=1, le=600)] = 300) -> dict[str, Any]:
+    """What the store did in the last minutes, a look a second, and where it is under pressure."""
+    looks = service.looks()[-most:]
+    return {
+        "every_s": service.every_s,
+        "looks": [look.point() for look in looks],
+        "pressure": looks[-1].sentences if looks else [],
+    }
+
+
+@routes.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The stream."}},
+)
+async def events(service: Behind, most: Annotated[int, Query(ge=0, le=1 << 20)] = 0) -> StreamingResponse:
+    """A look a second, as server-sent events named ``look``. most: looks after which it ends; 0: after half an hour.
+
+    Who reads too slowly is dropped.
+    """
+    watching = service.watching()
+    try:
+        watcher = watching.__enter__()
+    except TooManyWatchers as error:
+        raise Refused(429, "streams", error.problem, error.remedy, {"Retry-After": "10"}) from None
+
+    async def told() -> AsyncIterator[str]:
+        try:
+            yield f"retry: {round(service.every_s * 2000)}\n\n"
+            sent, loop = 0, asyncio.get_running_loop()
+            until = loop.time() + STREAM_S
+            while not watcher.dropped and loop.time() < until and (not most or sent < most):
+                try:
+                    yield await asyncio.wait_for(watcher.waiting.get(), BEAT_S)
+                    sent += 1
+                except TimeoutError:
+                    yield ": still here\n\n"
+        finally:
+            watching.__exit__(None, None, None)
+
+    return StreamingResponse(told(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+def _health(service: Service, ok: bool, says: str) -> JSONResponse:
+    told = models.HealthGiven(ok=ok, says=says, version=kvstore.__version__)
+    return JSONResponse(told.model_dump(), 200 if ok else 503)
+
+
+@plain.get("/healthz", response_model=models.HealthGiven)
+async def healthz(service: Behind) -> JSONResponse:
+    """Whether the server answers."""
+    return _health(service, True, "alive")
+
+
+@plain.get(
+    "/readyz",
+    response_model=models.HealthGiven,
+    responses={503: {"model": models.HealthGiven, "description": "Not now, and why."}},
+)
+async def readyz(service: Behind) -> JSONResponse:
+    """Whether the store can be looked at."""
+    trouble = service.trouble
+    return _health(service, trouble is None, trouble or "ready")

@@ -1,0 +1,286 @@
+"""Who may ask `kvstore serve` for what, and how much of it: token, host, origin, size and time of a request.
+
+An ASGI layer in front of everything, and the rules it goes by. Must not know what routes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from kvstore.errors import PathError, SettingsError
+from kvstore.tools import problems
+from kvstore.tools.problems import Refused
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_BYTES = 4 << 20
+"""A prompt of half a million tokens, written as JSON."""
+BODY_S = 10.0
+REQUEST_S = 60.0
+TOKEN_MIN = 16
+TOKEN_FILE_LIMIT = 4096
+STREAM = "/v1/events"
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+"""Beside the page's own files: what tells nothing of the store's content."""
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+HEADERS: Mapping[bytes, bytes] = {
+    b"content-security-policy": POLICY.encode(),
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"permissions-policy": b"camera=(), geolocation=(), microphone=()",
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a server allows.
+
+    token: None where there is none, so that nothing may be changed. closed: reading needs the token too, as it must
+    where others than this host can connect. hosts: names by which browsers may know the server; empty: any.
+    """
+
+    token: str | None = None
+    closed: bool = False
+    hosts: frozenset[str] = frozenset()
+
+    def knows(self, given: str) -> bool:
+        """Whether this is the token, compared in a time that tells nothing of it."""
+        wanted = hashlib.sha256((self.token or "").encode()).digest()
+        return hmac.compare_digest(hashlib.sha256(given.encode(errors="replace")).digest(), wanted) and bool(self.token)
+
+
+def rules_for(host: str, token: str | None) -> Rules:
+    """The rules for an address to listen on. Raises SettingsError for one that others reach, without a token."""
+    if is_loopback(host):
+        return Rules(token, False, frozenset({"localhost", "127.0.0.1", "[::1]", host}))
+    if token is None:
+        raise SettingsError(
+            f"listening on {host} lets other machines in, and there is no token",
+            "pass --token-file, or set KVSTORE_TOKEN; or listen on 127.0.0.1",
+        )
+    return Rules(token, True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches an address."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> str | None:
+    """The token: of a file that nobody else may read, else of KVSTORE_TOKEN, else None.
+
+    Raises PathError, SettingsError.
+    """
+    if file is None:
+        found = (os.environ if environ is None else environ).get("KVSTORE_TOKEN") or None
+        return _usable(found, "KVSTORE_TOKEN") if found is not None else None
+    try:
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            raw = opened.read(TOKEN_FILE_LIMIT)
+    except OSError as error:
+        remedy = f"make it: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
+        raise PathError(f"{file} cannot be read: {error.strerror}", remedy) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PathError(f"{file} can be read by others", f"chmod 600 {file}, and put another token in it")
+    return _usable(raw.decode(errors="replace").strip(), str(file))
+
+
+def _usable(token: str, source: str) -> str:
+    if len(token) < TOKEN_MIN or not token.isascii() or not token.isprintable() or " " in token:
+        raise SettingsError(
+            f"the token of {source} is no token: {len(token)} characters",
+            f"use {TOKEN_MIN} or more printable characters without spaces, such as head -c 32 /dev/urandom | base64",
+        )
+    return token
+
+
+class Guard:
+    """The layer: what passes has `scope["state"]["trusted"]`, whether it came with the token."""
+
+    def __init__(self, app: App, rules: Rules, *, body_s: float = BODY_S, request_s: float = REQUEST_S) -> None:
+        self._app, self._rules = app, rules
+        self._body_s, self._request_s = body_s, request_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def sealed(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                _seal(scope["path"], message)
+            await send(message)
+
+        try:
+            self._admit(scope)
+            if scope["path"] == STREAM:
+                await self._app(scope, receive, sealed)
+                return
+            async with asyncio.timeout(self._request_s):
+                body = await self._body(scope, receive)
+                await self._app(scope, _replayed(body, receive), sealed)
+        except Refused as refused:
+            await problems.of_refusal(refused)(scope, receive, sealed)
+        except TimeoutError:
+            if not started:
+                remedy = "what it changes goes on: look again in a moment, or ask for less"
+                told = problems.answer(504, "late", "the answer took longer than this server waits", remedy)
+                await told(scope, receive, sealed)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = _headers(scope)
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._rules.hosts and _name(host) not in self._rules.hosts:
+            raise Refused(
+                421,
+                "host",
+                "this server does not go by the name that was asked for",
+                "open it as http://127.0.0.1:PORT/ or http://localhost:PORT/",
+            )
+        origin = headers.get(b"origin")
+        foreign = origin is not None and origin.decode("latin-1").partition("://")[2] != host
+        site = headers.get(b"sec-fetch-site", b"none")
+        if foreign or (site not in (b"none", b"same-origin") and _is_api(scope["path"])):
+            raise Refused(
+                403,
+                "origin",
+                "pages of other sites may not ask this server",
+                "ask from its own page, or from a program",
+            )
+        trusted = self._trusted(headers.get(b"authorization"))
+        scope.setdefault("state", {})["trusted"] = trusted
+        if self._rules.closed and not trusted and _is_api(scope["path"]) and scope["path"] not in OPEN_PATHS:
+            raise no_token()
+
+    def _trusted(self, given: bytes | None) -> bool:
+        if given is None:
+            return False
+        scheme, _, token = given.decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not self._rules.knows(token.strip()):
+            raise Refused(
+                401,
+                "token",
+                "this is not the token" if self._rules.token else "this server has no token",
+                "send Authorization: Bearer TOKEN with what the server was given",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        return True
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body, in time and not too large."""
+        headers = _headers(scope)
+        length = headers.get(b"content-length", b"0")
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            says, remedy = "the body has a length and is chunked as well", "send one of the two headers"
+            raise Refused(400, "two-lengths", says, remedy, {"Connection": "close"})
+        if not length.isdigit() or int(length) > BODY_BYTES:
+            raise _too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        break
+                    body += message.get("body", b"")
+                    if len(body) > BODY_BYTES:
+                        raise _too_large()
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise Refused(
+                408,
+                "slow",
+                f"the body did not come within {self._body_s:.0f} s",
+                "send it at once",
+                {"Connection": "close"},
+            ) from None
+        return bytes(body)
+
+
+def no_token() -> Refused:
+    """What is said to who comes without the token."""
+    return Refused(
+        401,
+        "token",
+        "this call needs the token",
+        "send Authorization: Bearer TOKEN; the server gets it by --token-file or KVSTORE_TOKEN",
+        {"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _too_large() -> Refused:
+    return Refused(
+        413, "large", f"the body is larger than {BODY_BYTES >> 20} MiB", "ask for less", {"Connection": "close"}
+    )
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    return dict(scope["headers"])
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without a port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+def _is_api(path: str) -> bool:
+    return path.startswith(("/v1/", "/metrics"))
+
+
+def _seal(path: str, message: Message) -> None:
+    """Put the headers on that every answer has."""
+    known = {name.lower() for name, _ in message["headers"]}
+    more = dict(HEADERS)
+    if _is_api(path):
+        more[b"cache-control"] = b"no-store"
+    message["headers"] = [*message["headers"], *((name, value) for name, value in more.items() if name not in known)]
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body that was read already, then whatever comes next."""
+    waiting = [body]
+
+    async def replay() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return replay
