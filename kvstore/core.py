@@ -34,6 +34,7 @@ from kvstore.purge import PurgeLog
 from kvstore.quotas import Quotas
 from kvstore.rescan import dirty_moves
 from kvstore.saving import Saver
+from kvstore.scrubbing import WipeLog
 from kvstore.settings import Settings
 from kvstore.statistics import Stats, by_middle, merged, tier_stats
 from kvstore.tiers import integrity, opening
@@ -43,6 +44,7 @@ from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.pagelock import PageLock
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.wiping import Step, Wiped, Wiper
 
 Wrap: TypeAlias = Callable[[Medium], Medium]
 """Puts a medium of one's own around a tier's: faults, throttling, tracing."""
@@ -187,12 +189,22 @@ class Core:
         keys = [piece.name.key for pieces in match.pieces.values() for piece in pieces]
         return any(stone.names(match.space.root, key) for stone in stones for key in keys)
 
-    def evict(self, target: Target, tier: str | None, *, dry_run: bool) -> dict[str, int]:
-        """Evict from the tiers with slots, tombstone first."""
-        gone = Eviction(self.tiers, self.purge).run(target, tier, dry_run=dry_run)
+    def evict(self, target: Target, tier: str | None, *, dry_run: bool, names: bool = False) -> dict[str, int]:
+        """Evict from the tiers with slots, tombstone first. names: those of what goes are forgotten too."""
+        eviction = Eviction(self.tiers, self.purge)
+        if names and not dry_run:
+            self.pins.drop_wiped(*eviction.named(target))
+        gone = eviction.run(target, tier, dry_run=dry_run)
         if self.device_loader is not None and not dry_run:
             self.device_loader.forget_purged()
         return gone
+
+    def wipe(self, step: Step) -> Wiped:
+        """Leave no byte of what is not stored any more."""
+        if self.device_loader is not None:
+            self.device_loader.forget_purged()
+        others = self.living() - {self.owner.id}
+        return Wiper(self.tiers, self.wipes, lambda: others & self.living()).run(step)
 
     def stats(self) -> Stats:
         """The store at this moment."""
@@ -253,7 +265,7 @@ class Core:
         self._tiers.reverse()
         log = (lowest or self.ram).index
         self.purge, self.pins, self.quotas = PurgeLog(log), Pins(log), Quotas(log)
-        self.days = DayBook(log)
+        self.days, self.wipes = DayBook(log), WipeLog(log)
         self.events.subscribe(self.days)
         for tier in self._tiers:
             tier.pins = self.pins.keys
@@ -376,6 +388,7 @@ class Core:
             settings.path / superblock.OWNERS,
             self.owner.id,
             self.purge,
+            self.wipes,
             self.counters,
             self.days,
             self.events,

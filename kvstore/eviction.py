@@ -49,6 +49,10 @@ class Target:
                 "name one; combine two by evicting twice",
             )
 
+    def takes(self, record: NamespaceRecord) -> bool:
+        """Whether it names a namespace as a whole."""
+        return self.everything or self.root == record.root or (self.salt is not None and self.salt == record.salt)
+
 
 class Eviction:
     """Evicts from tiers; log: where tombstones go."""
@@ -76,6 +80,16 @@ class Eviction:
         for one in chosen if buried else ():
             _mark(one, buried)
         return counts
+
+    def named(self, target: Target) -> tuple[frozenset[bytes], frozenset[bytes]]:
+        """Roots of namespaces that go as a whole, and keys of all blocks that go."""
+        roots: set[bytes] = set()
+        keys: set[bytes] = set()
+        for one in self._tiers:
+            keys.update(key for _, key in self._victims(one, target))
+            whole = [record for _, record in _spaces(one) if target.takes(record)]
+            roots.update(record.root for record in whole)
+        return frozenset(roots), frozenset(keys)
 
     def _bury(self, target: Target, victims: dict[str, list[Victim]]) -> list[range]:
         """The tombstones, before the first block goes; their epochs."""

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
@@ -30,6 +30,8 @@ MAX_READERS = 510
 FULL_PAUSES_S = (0.0, 0.01, 0.05)
 """How long the writer waits for readers of a full index to end, before it tries once more."""
 PAGE = 4096
+_ZEROS = bytes(PAGE - 16)
+"""A value that takes a page of its own, behind LMDB's header."""
 LOCK_BYTES = 8 * PAGE
 """Size of ``lock.mdb``: LMDB's header and 64 bytes a reader."""
 
@@ -84,6 +86,26 @@ class Transaction:
     def pop(self, db: Database, key: bytes) -> bytes | None:
         """Delete a key and return its value."""
         return cast("bytes | None", self._txn.pop(key, db=self._handles[db]))
+
+    def append(self, db: Database, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set keys that come in order, behind all that the database has."""
+        with self._txn.cursor(self._handles[db]) as cursor:
+            cursor.putmulti(items, append=True)
+
+    def fill(self, db: Database, prefix: bytes, count: int) -> None:
+        """Take ``count`` pages, each by a record under ``prefix`` whose value is one page of zeros."""
+        for number in range(count):
+            self.put(db, prefix + number.to_bytes(4, "big"), _ZEROS)
+
+    def unfill(self, db: Database, prefix: bytes) -> None:
+        """Delete all records under ``prefix``."""
+        for key in [key for key, _ in self.scan(db, prefix)]:
+            self.delete(db, key)
+
+    @property
+    def number(self) -> int:
+        """The transaction's number in the life of the environment."""
+        return int(self._txn.id())
 
     def clear(self, db: Database) -> None:
         """Delete every key of a database."""
@@ -239,6 +261,11 @@ class Index:
     def check_readers(self) -> int:
         """Free the reader slots of dead processes; returns how many."""
         return int(self._env.reader_check())
+
+    def oldest_reader(self) -> int | None:
+        """The number of the oldest transaction that a reader of any process still sees; None without readers."""
+        rows = (line.split() for line in str(self._env.readers()).splitlines())
+        return min((int(row[2]) for row in rows if len(row) == 3 and row[2].isdigit()), default=None)
 
     def used_bytes(self) -> int:
         """Bytes of pages in use, freed pages included."""

@@ -21,6 +21,7 @@ from kvstore.index import Database, Transaction
 from kvstore.owners import bury, survey
 from kvstore.purge import PurgeLog
 from kvstore.records import Entry, slot_key, unpack_lease
+from kvstore.scrubbing import WipeLog, forget
 from kvstore.slots import SlotRef
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
@@ -40,6 +41,7 @@ class Keeper:
         owners: Path,
         mine: bytes,
         purge: PurgeLog,
+        wipes: WipeLog,
         counters: Counters,
         days: DayBook,
         events: Events,
@@ -49,6 +51,7 @@ class Keeper:
     ) -> None:
         self._tiers, self._owners, self._mine = tuple(tiers), owners, mine
         self._purge, self._counters, self._days, self._events = purge, counters, days, events
+        self._wipes, self._wiped = wipes, wipes.epoch()
         self._behind: dict[str, int] = {}
         self._grace, self._idle_work = grace, idle_work
         self._seen_dead: dict[bytes, float] = {}
@@ -121,6 +124,15 @@ class Keeper:
             self._behind.pop(tier.name, None) if since is None else self._behind.update({tier.name: since})
         return gone
 
+    def clear_memory(self) -> None:
+        """After a wipe began in any process: clear what the indexes keep in this one's memory, and say so."""
+        epoch = self._wipes.epoch()
+        if epoch != self._wiped:
+            for tier in self._tiers:
+                forget(tier.index)
+            self._wipes.confirm(self._mine, epoch)
+            self._wiped = epoch
+
     def _run(self) -> None:
         expired = time.monotonic()
         while not self._stop.wait(PERIOD_S):
@@ -128,6 +140,7 @@ class Keeper:
             self._attempt("counters", self.flush_counters)
             self._attempt("leases", self._drop_leases)
             self._attempt("finish evictions", self.finish_evictions)
+            self._attempt("clear memory", self.clear_memory)
             self._attempt("rescan", self._idle_work)
             if time.monotonic() - expired >= EXPIRY_PERIOD_S:
                 self._attempt("expire", self.expire)

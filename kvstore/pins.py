@@ -7,6 +7,7 @@ take at most half a tier.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from kvstore.errors import BudgetError, NotFoundError, SettingsError
 from kvstore.index import Database, Index, Transaction
@@ -91,6 +92,21 @@ class Pins:
 
         if not self._index.write(work):
             raise NotFoundError(f"no prefix is named {name!r}", "`kvstore names` lists the names")
+
+    def drop_wiped(self, roots: Collection[bytes], keys: Collection[bytes]) -> list[str]:
+        """Forget names in namespaces, by root, and those with one of some block keys; returns the names."""
+
+        def work(txn: Transaction) -> list[str]:
+            known = _records(txn).items()
+            gone = [name for name, one in known if one.root in roots or not wanted.isdisjoint(one.keys)]
+            for name in gone:
+                txn.delete(Database.NAMES, _key(name))
+            if gone:
+                _changed(txn)
+            return gone
+
+        wanted = frozenset(keys)
+        return self._index.write(work)
 
 
 def _records(txn: Transaction) -> dict[str, NameRecord]:

@@ -233,6 +233,7 @@ class Saver:
         checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
         header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
         image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+        image[HEADER_BYTES + size :] = 0  # a wipe does not look into slots that hold a block
         checksums[placement.ref] = checksum
 
     def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:

@@ -33,6 +33,7 @@ from kvstore.serving import Lease, Loaded
 from kvstore.settings import Settings
 from kvstore.statistics import Stats
 from kvstore.verification import Report, verify
+from kvstore.wiping import Step, Wiped
 
 Buffers = KVBuffer | Mapping[Part, KVBuffer]
 
@@ -230,12 +231,14 @@ class Store:
         unused_s: float | None = None,
         tier: str | None = None,
         dry_run: bool = False,
+        forget_names: bool = False,
     ) -> dict[str, int]:
         """Evict what exactly one of these names, in every process; returns how many blocks by tier.
 
         namespace: a root. prefix, or one by its name: goes with all that continues it and with heads that nothing
         else uses. unused_s: what was not used for so many seconds. tier: drop only the copies in one tier. dry_run:
-        only count. Raises SettingsError, NotFoundError.
+        only count. forget_names: also what people named of it, which holds its tokens. Raises SettingsError,
+        NotFoundError.
         """
         core = self._require()
         digest = None if salt is None else salt_digest(salt)
@@ -246,7 +249,15 @@ class Store:
                 problem = f"only {prefix.tokens} of the {prefix.asked} tokens named {name!r} are stored"
                 raise NotFoundError(problem, "unpin the name; evict what is left by its prefix")
         target = Target(everything, namespace, digest, prefix, unused_s)
-        return core.evict(target, tier, dry_run=dry_run)
+        return core.evict(target, tier, dry_run=dry_run, names=forget_names)
+
+    def wipe(self, progress: Step = lambda what, done, total: None) -> Wiped:
+        """Leave no readable byte, in any file of any tier, of what was evicted, by whatever means.
+
+        Works beside engines; while an index is written anew nothing can be saved. Copies in an engine's own memory or
+        on a device are out of reach. Raises BusyError, StorageError, NoSpaceError: then call it again.
+        """
+        return self._require().wipe(progress)
 
     def namespaces(self) -> list[NamespaceUse]:
         """All namespaces, with what they hold in each tier."""

@@ -17,7 +17,21 @@ import pytest
 import xxhash
 
 import kvstore
-from kvstore import core, days, eviction, identity, keeper, layout, pins, purge, quotas, records, slots, store
+from kvstore import (
+    core,
+    days,
+    eviction,
+    identity,
+    keeper,
+    layout,
+    pins,
+    purge,
+    quotas,
+    records,
+    scrubbing,
+    slots,
+    store,
+)
 from kvstore.header import HEADER_BYTES, MAGIC, VERSION, Header
 from kvstore.index import Database
 from kvstore.kv import HostKV
@@ -168,9 +182,9 @@ def meta_keys() -> list[str]:
 def test_every_meta_key_of_the_code_is_documented() -> None:
     whole = [
         *(segments.ALLOCATED, segments.BUDGET, segments.FIXED, segments.NEXT, slotted.STAMP_BASE, core.BOOT),
-        *(eviction.APPLIED, purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH),
+        *(eviction.APPLIED, purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH, scrubbing.WIPE_EPOCH),
     ]
-    prefixes = [quotas._PREFIX, keeper.COUNTER]
+    prefixes = [quotas._PREFIX, keeper.COUNTER, scrubbing.WIPED, scrubbing._FILL]
     assert {re.findall("`([^`]+)`", key)[0] for key in meta_keys()} == {key.decode() for key in whole + prefixes}
 
 

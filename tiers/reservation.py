@@ -101,7 +101,7 @@ def reserve(
         result.evicted += pick(len(fresh) - within, candidates, set(terms.siblings))
     refs += sorted(result.evicted)
     chosen = [(name, ref, generation(ref) + 1) for name, ref in zip(fresh, refs, strict=False)]
-    result.placed = _mark_writing(txn, chosen, terms)
+    result.placed = mark_writing(txn, chosen, terms)
     usage.add(terms.namespace, len(result.placed), terms.slot_bytes)
     usage.flush()
     bitmaps.flush()
@@ -232,7 +232,7 @@ class _Pick:
         return True
 
 
-def _mark_writing(txn: Transaction, fresh: Sequence[tuple[BlockName, SlotRef, int]], terms: Terms) -> list[Placement]:
+def mark_writing(txn: Transaction, fresh: Sequence[tuple[BlockName, SlotRef, int]], terms: Terms) -> list[Placement]:
     """Record blocks as WRITING in their slots, each with its new generation."""
     placed: list[Placement] = []
     for name, ref, generation in fresh:

@@ -20,7 +20,7 @@ from kvstore.layout import Part
 from kvstore.policy import Policy
 from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage
 from kvstore.slots import SlotRef
-from kvstore.tiers import ledger, lookup, namespaces, reservation, segments
+from kvstore.tiers import ledger, lookup, namespaces, reservation, segments, wiping
 from kvstore.tiers.arrays import ArrayFiles, by_segment
 from kvstore.tiers.growth import AHEAD_SHARE, Grower
 from kvstore.tiers.ledger import Placement
@@ -236,6 +236,13 @@ class SlottedTier:
             kept = {placement.ref for placement in published}
             self._forget([placement for placement, _ in done if placement.ref not in kept])
         return published
+
+    def take_free(self, segment: int, first: int, most: int) -> list[Placement]:
+        """Take up to ``most`` free slots of a segment, from the slot ``first`` on, to write over and then abandon."""
+        generation = self.arrays.generation
+        taken = self.index.write(lambda txn: wiping.take_free(txn, self.owner, segment, first, most, generation))
+        self._begin(taken, Space(wiping.NOWHERE, b"", b""))
+        return taken
 
     def abandon(self, placements: Sequence[Placement]) -> None:
         """Give back what was reserved and will not be published. Never waits: the writer does it in its time."""

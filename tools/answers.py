@@ -128,10 +128,10 @@ def eviction_target(
     raise SettingsError("nothing was named", "pass --all, --tier, --namespace, --prefix, --name, --salt or --unused")
 
 
-def evict(store: Store, target: dict[str, Any], tier: str | None) -> dict[str, int]:
-    """Evict, and forget the name that named it; blocks by tier."""
-    counts = store.evict(**target, tier=tier)
-    if "name" in target and tier is None:
+def evict(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = False) -> dict[str, int]:
+    """Evict, and forget the name that named it; blocks by tier. wipe: forget every name of what goes."""
+    counts = store.evict(**target, tier=tier, forget_names=wipe)
+    if "name" in target and tier is None and not wipe:
         store.unpin(target["name"])
     return counts
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from kvstore.errors import SettingsError
+from kvstore.sizes import format_size
 from kvstore.tools import answers, terminal
 from kvstore.tools.standing import standing_store
+from kvstore.wiping import Wiped
 
 
 def evict(
@@ -21,6 +25,9 @@ def evict(
     name: Annotated[str | None, typer.Option(help="A named prefix; its name and pin go with it.")] = None,
     salt: Annotated[str | None, typer.Option(help="All namespaces under this salt.")] = None,
     unused: Annotated[float | None, typer.Option(help="What was not used for so many seconds.", min=0)] = None,
+    wipe: Annotated[
+        bool, typer.Option("--wipe", help="Leave no readable byte of it, nor of what was evicted before.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     path: terminal.PathOption = None,
@@ -28,37 +35,63 @@ def evict(
 ) -> None:
     """Evict everything, a namespace, a salt, a prefix or a name with all that continues it, or what was long unused.
 
-    Without --tier, blocks go from every tier and every process, and cannot come back from another one. Asks first.
+    Without --tier, blocks go from every tier and every process, and cannot come back from another one. Asks first. With
+    --wipe, zeros go over them; alone, over what was evicted before.
 
     Example:
 
         kvstore evict --tier ram --yes --path ./store
     """
     with standing_store(path) as store:
-        target = answers.eviction_target(
-            store,
-            everything=everything,
-            tier=tier,
-            namespace=namespace,
-            prefix=prefix,
-            name=name,
-            salt=salt,
-            unused=unused,
+        if wipe and tier is not None:
+            raise SettingsError("--wipe goes through every tier", "leave --tier out")
+        only_wipe = wipe and not (everything or namespace or prefix or name or salt is not None or unused is not None)
+        target = (
+            None
+            if only_wipe
+            else answers.eviction_target(
+                store,
+                everything=everything,
+                tier=tier,
+                namespace=namespace,
+                prefix=prefix,
+                name=name,
+                salt=salt,
+                unused=unused,
+            )
         )
-        would = store.evict(**target, tier=tier, dry_run=True)
+        would = store.evict(**target, tier=tier, dry_run=True) if target is not None else {}
+        wiped: Wiped | None = None
         if dry_run:
             done, counts = False, would
         else:
-            done = terminal.confirmed(f"Evict {_words(would)}?", yes)
-            counts = answers.evict(store, target, tier) if done else dict.fromkeys(would, 0)
+            question = f"Evict {_words(would)}?" if target is not None else "Wipe what was evicted before?"
+            done = terminal.confirmed(question, yes)
+            evicts = done and target is not None
+            counts = answers.evict(store, target or {}, tier, wipe) if evicts else dict.fromkeys(would, 0)
+            if done and wipe:
+                with terminal.progress() as step:
+                    wiped = store.wipe(step)
     if as_json:
-        terminal.print_json({"dry_run": dry_run, "evicted": done, "blocks": counts})
+        told = {"dry_run": dry_run, "evicted": done, "blocks": counts}
+        terminal.print_json(told | ({} if wiped is None else {"wiped": asdict(wiped)}))
     elif dry_run:
         terminal.console().print(f"Would evict {_words(counts)}.")
-    elif done:
+    elif done and target is not None:
         terminal.console().print(f"Evicted {_words(counts)}.")
+    if wiped is not None and not as_json:
+        _show_wiped(wiped)
     if not done and not dry_run:
         raise typer.Exit(1)
+
+
+def _show_wiped(wiped: Wiped) -> None:
+    size = " and ".join(f"{format_size(size)} of {tier}" for tier, size in wiped.slots.items())
+    terminal.console().print(f"Wiped {size}, and what the indexes held.")
+    if wiped.unconfirmed:
+        terminal.say(f"{wiped.unconfirmed} processes did not answer: end them, then wipe again.")
+    if wiped.left:
+        terminal.say(f"{wiped.left} slots were still being written: wipe again.")
 
 
 def _words(counts: dict[str, int]) -> str:

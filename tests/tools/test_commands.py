@@ -97,6 +97,24 @@ def test_a_dry_run_and_a_no_change_nothing(made: Any) -> None:
     assert made.held("second", 64) == {}
 
 
+def test_a_wipe_leaves_nothing_to_be_read(made: Any, own_settings: Path) -> None:
+    def traces() -> int:
+        raw = np.array(made.tokens(40)[:16], ">u4").tobytes()
+        files = [file for place in (made.path, own_settings) for file in place.rglob("*") if file.is_file()]
+        return sum(raw in file.read_bytes() for file in files)
+
+    assert traces() == 2
+    assert "wiped" not in run_json("evict", "--wipe", "--namespace", "first", "--dry-run", "--path", made.path)
+    told = run_json("evict", "--wipe", "--namespace", "first", "--yes", "--path", made.path)
+    assert traces() == 0
+    assert (told["blocks"], told["wiped"]["unconfirmed"]) == ({"ram": 4, "nvme": 4}, 0)
+    assert run_json("names", "--path", made.path)["names"] == []
+    assert made.held("second", 64) == {"ram": 64}
+    run("evict", "--namespace", "second", "--yes", "--path", made.path)
+    assert "Wiped" in run("evict", "--wipe", "--yes", "--path", made.path)
+    run("evict", "--wipe", "--tier", "ram", "--path", made.path, code=2)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
