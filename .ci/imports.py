@@ -22,6 +22,7 @@ NEED_EXTRA = (
     "kvstore.tools.api",
     "kvstore.tools.connections",
     "kvstore.tools.guard",
+    "kvstore.tools.metrics",
     "kvstore.tools.problems",
     "kvstore.tools.resume",
     "kvstore.tools.service",

@@ -7,6 +7,7 @@ reported once through ``warnings`` and dropped. Must not know who produces event
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from typing import TypeAlias
 
 Root: TypeAlias = bytes
 """A namespace's root."""
+
+
+LOAD_BOUNDS_US = (250, 500, *(round(n * 10**e) for e in range(3, 7) for n in (1, 2.5, 5)))
+"""Upper bounds, in microseconds, of the classes by which loads are counted; what is slower counts as ``more``."""
 
 
 class Cause(StrEnum):
@@ -225,6 +230,7 @@ def _changes(event: Event) -> list[tuple[str, int]]:
                 (f"hit.{tier}.tokens", tokens),
                 (f"hit.{tier}.bytes", size),
                 (f"hit.{tier}.microseconds", round(seconds * 1e6)),
+                (f"load.{tier}.{_load_class(seconds)}.times", 1),
                 ("asked.tokens", tokens),
             ]
         case Miss(cause, tokens):
@@ -254,3 +260,8 @@ def _changes(event: Event) -> list[tuple[str, int]]:
             return [(f"notice.{subject}", 1)]
         case Refusal(adapter, reason):
             return [(f"refuse.{adapter}.{reason}", 1)]
+
+
+def _load_class(seconds: float) -> str:
+    at = bisect_left(LOAD_BOUNDS_US, seconds * 1e6)
+    return str(LOAD_BOUNDS_US[at]) if at < len(LOAD_BOUNDS_US) else "more"

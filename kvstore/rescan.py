@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
@@ -37,16 +40,27 @@ def dirty_moves(ram: RamTier, most: int) -> list[Move]:
     return moves
 
 
+def unwritten(ram: RamTier) -> int:
+    """How many blocks are to be written to `nvme`, whichever process saved them; a hint, like the stamps."""
+    return sum(int(np.count_nonzero(dirty)) for _, _, dirty in _slots(ram))
+
+
 def _dirty(ram: RamTier, most: int) -> list[SlotRef]:
     found: list[tuple[int, SlotRef]] = []
+    for number, stamps, dirty in _slots(ram):
+        for slot in np.flatnonzero(dirty).tolist():
+            found.append((int(stamps[slot]), SlotRef(number, slot)))
+    return [ref for _, ref in sorted(found)[:most]]
+
+
+def _slots(ram: RamTier) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.bool_]]]:
+    """Segments with the stamps of their slots, and which of them `nvme` has not and did not refuse."""
     for segment in ram.segment_list():
         if not segment.slots:
             continue  # not cut yet: its files may still be in the making
         arrays = ram.arrays.of(segment.number)
         stamps, flags = arrays.stamps[: segment.slots], arrays.flags[: segment.slots]
-        for slot in np.flatnonzero((stamps > 0) & ((flags & (CLEAN | REFUSED)) == 0)).tolist():
-            found.append((int(stamps[slot]), SlotRef(segment.number, slot)))
-    return [ref for _, ref in sorted(found)[:most]]
+        yield segment.number, stamps, (stamps > 0) & ((flags & (CLEAN | REFUSED)) == 0)
 
 
 def _move(index_key: bytes, entry: Entry, record: NamespaceRecord) -> Move:

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 import kvstore
 from kvstore.tools import answers, attached
@@ -21,7 +23,7 @@ from kvstore.tools.problems import RESPONSES, Refused
 from kvstore.tools.service import Service, TooManyWatchers
 
 routes = APIRouter(prefix="/v1", responses=RESPONSES, tags=["look"])
-plain = APIRouter(tags=["health"])
+plain = APIRouter(tags=["health"], responses=RESPONSES)
 
 BEAT_S = 15.0
 STREAM_S = 1800.0
@@ -131,6 +133,13 @@ async def events(service: Behind, most: Annotated[int, Query(ge=0, le=1 << 20)] 
             watching.__exit__(None, None, None)
 
     return StreamingResponse(told(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+@plain.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: Behind) -> PlainTextResponse:
+    """For Prometheus: what the store holds, and what all its processes have done."""
+    told = await service.run(generate_latest, service.metrics)
+    return PlainTextResponse(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _health(service: Service, ok: bool, says: str) -> JSONResponse:

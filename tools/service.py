@@ -24,6 +24,7 @@ from kvstore.statistics import Stats
 from kvstore.store import Store
 from kvstore.tools.catalogue import Catalogue
 from kvstore.tools.jobs import Jobs
+from kvstore.tools.metrics import store_registry
 from kvstore.tools.watching import Interval, between, pressure
 
 P = ParamSpec("P")
@@ -86,6 +87,7 @@ class Service:
         self.store = store
         self.read_only = read_only
         self.catalogue = Catalogue(store)
+        self.metrics = store_registry(store)
         self.jobs = Jobs({"verify": 1, "prefetch": 4})
         self.began = time.time()
         self.every_s = every
