@@ -40,7 +40,7 @@ class CopyThreads:
 
     def run_length(self, blocks: int, most: int = 16) -> int:
         """Blocks to a job, so that every thread has work and a job is worth its start."""
-        return max(1, min(most, -(-blocks // (2 * self.copy_threads))))
+        return max(1, min(most, -(-blocks // (4 * self.copy_threads))))
 
     @contextmanager
     def buffer(self, size: int) -> Iterator[Bytes]:

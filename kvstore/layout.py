@@ -26,7 +26,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 
 BLOCK_TOKENS_MIN, BLOCK_TOKENS_MAX = 16, 256
-PAYLOAD_TARGET = 1 << 20
+PAYLOAD_TARGET = 2 << 20
 LAYERS_MAX = 1 << 14
 _DAMAGED = "the record is damaged; run kvstore verify"
 
@@ -68,6 +68,7 @@ class Layout:
     traits: tuple[tuple[str, str], ...] = ()
     shards: int = 1
     fingerprint: bytes = field(init=False, compare=False, repr=False)
+    _token_bytes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -84,6 +85,8 @@ class Layout:
         if len({name for name, _ in self.traits}) != len(self.traits):
             raise LayoutError("a trait is named twice", "join its values into one")
         object.__setattr__(self, "traits", tuple(sorted(self.traits)))
+        token_bytes = tuple(sum(shape.elements for shape in group) * DTYPE_BYTES[self.dtype] for group in self.groups)
+        object.__setattr__(self, "_token_bytes", token_bytes)
         object.__setattr__(self, "fingerprint", hashlib.sha256(self.to_json().encode()).digest())
 
     @classmethod
@@ -118,7 +121,7 @@ class Layout:
 
     def token_bytes(self, group: int = 0) -> int:
         """Bytes that one token takes in one part of ``group``."""
-        return sum(shape.elements for shape in self.groups[group]) * self.itemsize
+        return self._token_bytes[group]
 
     def payload_bytes(self, group: int = 0, tokens: int | None = None) -> int:
         """Bytes of one part's payload with ``tokens`` tokens (default: a full block)."""
@@ -177,7 +180,7 @@ class Layout:
 
 
 def default_block_tokens(groups: Sequence[Sequence[LayerShape]], dtype: str) -> int:
-    """The power of two in 16…256 that makes the smallest part's payload at least 1 MiB."""
+    """The power of two in 16…256 that makes the smallest part's payload at least 2 MiB."""
     smallest = min(sum(shape.elements for shape in group) for group in groups) * DTYPE_BYTES.get(dtype, 4)
     tokens = BLOCK_TOKENS_MIN
     while tokens < BLOCK_TOKENS_MAX and smallest * tokens < PAYLOAD_TARGET:

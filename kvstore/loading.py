@@ -29,7 +29,7 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 
-READ_BYTES = 8 << 20
+READ_BYTES = 4 << 20
 """Bytes of one disk read: large enough for the medium's speed, small enough to overlap with the scatter."""
 
 SCATTERS_BEHIND = 4

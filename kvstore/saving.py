@@ -36,8 +36,6 @@ from kvstore.tiers.ram import RamTier
 
 FIRST_BATCH, BATCH = 16, 128
 """Blocks reserved in one transaction: few at first, so that copying begins at once, then twice as many each time."""
-GATHER_BLOCKS = 4
-"""Blocks copied by one call."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -237,14 +235,12 @@ class Saver:
         checksums[placement.ref] = checksum
 
     def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
-        """A few blocks by one copy, then their checksums, while the payloads are still in the cache."""
-        tokens = members[0].name.tokens
-        for first in range(0, len(members), GATHER_BLOCKS):
-            few = members[first : first + GATHER_BLOCKS]
-            run = self._ram.run(few[0].ref, len(few), job.slot_bytes, tokens)
-            job.buffer.gather(few[0].name.depth * job.chain.block_tokens, run)
-            for placement in few:
-                self._seal(placement, job, checksums)
+        """Block by block: a copy, then its checksum, while the payload is still in the cache."""
+        for placement in members:
+            name = placement.name
+            run = self._ram.run(placement.ref, 1, job.slot_bytes, name.tokens)
+            job.buffer.gather(name.depth * job.chain.block_tokens, run)
+            self._seal(placement, job, checksums)
 
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
         if not done:

@@ -63,7 +63,7 @@ class Settings:
     """Size of a segment file of the `nvme` tier, a multiple of 4096."""
     copy_threads: int = field(default_factory=_default_copy_threads)
     """Threads that copy payloads, 1…16; 2 to 4 fill the memory bus of most hosts."""
-    io_threads: int = 2
+    io_threads: int = 4
     """Threads that read `nvme` segments, 1…64."""
     verify_share: int = 64
     """One in this many reads from `ram` is checked against its checksum; 1 checks every one."""

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from kvstore.errors import DamagedError
 from kvstore.kv import Bytes
 from kvstore.slots import MIN_SLOT_BYTES, SlotRef
-from kvstore.tiers.medium import ALIGNMENT, allocate_file, map_file
+from kvstore.tiers.mapping import map_file
+from kvstore.tiers.medium import ALIGNMENT, allocate_file
 
 SLOT_RECORD = 24
 """Bytes a slot: generation u64, stamp u64, namespace u32, flags u32, each in an array of its own."""

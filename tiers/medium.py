@@ -6,7 +6,6 @@ A medium knows segments by number, offsets and lengths; it does not know slots, 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -17,12 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.errors import DamagedError, NoSpaceError, StorageError
+from kvstore.errors import NoSpaceError, StorageError
 from kvstore.kv import Bytes
+from kvstore.tiers.mapping import HugePages, map_file, populate
 
 ALIGNMENT = 4096
 _FILL_BYTES = 8 << 20
-_POPULATE_WRITE = 23
 _POPULATE_STEP = 8 << 20
 
 
@@ -105,7 +104,10 @@ def aligned_buffer(size: int) -> Bytes:
 
 
 class MappedMedium:
-    """Segments on tmpfs, mapped into the process and shared with every other. mapped, unmapped: told of mappings."""
+    """Segments on tmpfs, mapped into the process and shared with every other.
+
+    mapped: told of mappings, by another thread, when their pages have been joined. unmapped: told before they go.
+    """
 
     def __init__(
         self,
@@ -117,7 +119,8 @@ class MappedMedium:
     ) -> None:
         self.directory = directory
         self.name = name
-        self._mapped, self._unmapped = mapped, unmapped
+        self._unmapped = unmapped
+        self._pages = HugePages(mapped)
         self._lock = threading.Lock()
         self._windows: dict[int, Bytes] = {}
 
@@ -136,6 +139,7 @@ class MappedMedium:
         with self._lock:
             window = self._windows.pop(segment, None)
         if window is not None:
+            self._pages.withdraw(window)
             self._unmapped(window)
         segment_path(self.directory, segment).unlink(missing_ok=True)
 
@@ -153,7 +157,7 @@ class MappedMedium:
             if window is None:
                 window = map_file(segment_path(self.directory, segment), size)
                 self._windows[segment] = window
-                self._mapped(window)
+                self._pages.add(window)
             return window
 
     def read(self, segment: int, offset: int, into: Sequence[Bytes]) -> None:
@@ -175,6 +179,7 @@ class MappedMedium:
 
     def close(self) -> None:
         """Forget the windows."""
+        self._pages.close()
         with self._lock:
             self._windows.clear()
 
@@ -280,31 +285,6 @@ class DirectMedium:
                 views[0] = views[0][done:]
 
 
-def map_file(path: Path, size: int) -> Bytes:
-    """A whole file, mapped shared. Raises DamagedError when it is missing or shorter than ``size``."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}", "run `kvstore verify --repair`") from error
-    try:
-        length = os.fstat(fd).st_size
-        if length < size:
-            raise DamagedError(f"{path} has {length} bytes, expected {size}", "run `kvstore verify --repair`")
-        return np.frombuffer(mmap.mmap(fd, length), np.uint8)
-    except OSError as error:
-        raise StorageError(f"mapping {path}: {error.strerror}", "check memory and vm.max_map_count") from error
-    finally:
-        os.close(fd)
-
-
-def populate(memory: Bytes) -> None:
-    """Fault pages in for writing, without the GIL; older kernels leave it to the first touch."""
-    if _LIBC is not None and len(memory):
-        address = memory.ctypes.data
-        skew = address % ALIGNMENT
-        _LIBC.madvise(ctypes.c_void_p(address - skew), ctypes.c_size_t(len(memory) + skew), _POPULATE_WRITE)
-
-
 def allocate_file(path: Path, size: int, name: str) -> None:
     """Make a file with all its blocks, or none. Raises NoSpaceError or StorageError."""
     fd = -1
@@ -321,15 +301,3 @@ def allocate_file(path: Path, size: int, name: str) -> None:
     finally:
         if fd >= 0:
             os.close(fd)
-
-
-def _libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.restype = ctypes.c_int
-    except (OSError, AttributeError):
-        return None
-    return libc
-
-
-_LIBC = _libc()
