@@ -127,7 +127,7 @@ def test_budgets_of_the_tiers_table_are_the_defaults() -> None:
 
 
 def test_every_command_named_exists() -> None:
-    named = set(re.findall(r"(?:^|`)(kvstore [a-z]+(?: (?:resume|tiers|index))?)\b", TEXT, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)(kvstore [a-z]+(?: (?:resume|decode|tiers|index))?)\b", TEXT, re.MULTILINE))
     assert named - {"kvstore bench"} <= set(commands())
     for script in re.findall(r"^(tools/\w+)", TEXT, re.MULTILINE):
         assert os.access(TREE / script, os.X_OK)

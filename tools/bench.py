@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.settings import Settings
+from kvstore.sizes import format_size
 from kvstore.tools import terminal
 from kvstore.tools.ratios import PAIRS_MIN
 from kvstore.tools.scratch import folder_on_disk
@@ -47,6 +48,57 @@ def resume(
     names = ("ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead", "save_call_share")
     rows = [_row(name, figures[f"{name}_samples"], figures[f"{name}_samples"].get("ratio")) for name in names]
     _show(figures, "A resumed request, and what the adapter costs", rows, as_json)
+
+
+def decode(
+    tokens: Annotated[int, typer.Option(help="Tokens of the longest text, from 128 on.", min=128)] = 8192,
+    repeats: Annotated[int, typer.Option(help="Runs of each figure at most.", min=1)] = 3,
+    model: Annotated[str | None, typer.Option(help="A folder, or a name on the hub.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the model.", min=1, show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="An SVG file to draw the figures in.", show_default=False)] = None,
+    path: FolderOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """Time to the next token with no cache, with a live cache and after a resume, by length of the text.
+
+    Up to 8,192 tokens it takes five minutes on two processors, most of them without a cache.
+
+    Example:
+
+        kvstore bench decode --tokens 512 --json
+    """
+    from kvstore.tools.bench_decode import KINDS, Plan, measure
+    from kvstore.tools.chart import refuse_other_kinds, write_chart
+    from kvstore.tools.model import obtain
+
+    if plot is not None:
+        refuse_other_kinds(plot)
+    with terminal.progress() as step:
+        chosen = model or str(obtain(step))
+        used = threads or len(os.sched_getaffinity(0))
+        figures = measure(Plan(chosen, folder_on_disk(path), tokens, repeats, used), step)
+    points = figures["points"]
+    if plot is not None:
+        names = dict(zip(KINDS, ("no cache", "live cache", "resumed, ram", "resumed, nvme"), strict=True))
+        lines = {names[kind]: [(one["tokens"], one[f"{kind}_s"]) for one in points] for kind in KINDS}
+        write_chart(plot, "Time to the next token", "tokens of the text", "seconds", lines)
+    if as_json:
+        terminal.print_json(figures)
+        return
+    rows = [
+        (
+            f"{one['tokens']:,}",
+            *(f"{one[f'{kind}_s']:.3f} s" for kind in KINDS),
+            f"{one['no_cache_over_live']:.1f}",
+            f"{one['no_cache_over_ram']:.1f}",
+        )
+        for one in points
+    ]
+    columns = ("tokens", "no cache", "live", "from ram", "from nvme", "no cache ÷ live", "no cache ÷ ram")
+    out = terminal.console()
+    out.print(terminal.table("Time to the next token", columns, rows, right=range(7)))
+    stored = format_size(round(figures["kv_bytes_a_token_stored"]))
+    out.print(f"KV of a token: {format_size(figures['kv_bytes_a_token'])} by the configuration, {stored} stored.")
 
 
 def tiers(

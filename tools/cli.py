@@ -67,6 +67,7 @@ app.command("import")(command(import_))
 
 _bench = typer.Typer(name="bench", help="Figures, each beside its limit.", no_args_is_help=True, rich_markup_mode=None)
 _bench.command()(command(bench.resume))
+_bench.command()(command(bench.decode))
 _bench.command()(command(bench.tiers))
 _bench.command()(command(bench.index))
 app.add_typer(_bench)

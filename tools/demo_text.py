@@ -59,7 +59,7 @@ def conversation(tokenizer: Any, tokens: int, new_tokens: int) -> Conversation:
     if asked < 1:
         least = new_tokens - asked + 1
         raise SettingsError(f"--new-tokens {new_tokens} is too few for a question", f"use {least} or more")
-    body, following = _document(tokenizer, room), _repeated(_ids(tokenizer, NEXT_QUESTION), asked)
+    body, following = document(tokenizer, room), _repeated(_ids(tokenizer, NEXT_QUESTION), asked)
     spare = tuple(dict.fromkeys(body))
     return Conversation((*before, *body, *question, *after), (*between, *following, *end), spare)
 
@@ -76,7 +76,8 @@ def documents() -> Iterator[str]:
         yield f"\n# {path.name}\n\n{path.read_text(encoding='utf-8')}"
 
 
-def _document(tokenizer: Any, count: int) -> tuple[int, ...]:
+def document(tokenizer: Any, count: int) -> tuple[int, ...]:
+    """The first ``count`` tokens of the project's own texts."""
     found: list[int] = []
     for text in documents():
         found.extend(_ids(tokenizer, text))

@@ -20,6 +20,7 @@ from kvstore.tools.cli import app
 SMALLER: dict[str, list[str]] = {
     "demo": ["--tokens", "128"],
     "bench resume": ["--tokens", "128", "--cold-tokens", "64", "--pairs", "5"],
+    "bench decode": ["--tokens", "300", "--threads", "1"],
     "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
     "bench tiers": ["--tokens", "256", "--pairs", "5"],
 }
@@ -31,6 +32,7 @@ LEFT: dict[str, list[str]] = {"export": ["greeting.safetensors"], "import": ["gr
 KEYS: dict[str, set[str]] = {
     "demo": {"identical", "reused_tokens"},
     "bench resume": {"ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead"},
+    "bench decode": {"points", "kv_bytes_a_token"},
     "bench index": {"match", "reserve_publish", "victims"},
     "bench tiers": {"ram", "nvme"},
 }
