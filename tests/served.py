@@ -8,8 +8,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Served:
     port: int
     token: str | None = TOKEN
     app: Any = None
-    more: dict[str, str] = field(default_factory=dict)
+    stop: Callable[[], None] = lambda: None
 
     @property
     def url(self) -> str:
@@ -94,10 +94,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(path: Path, token: str | None = TOKEN, *, every: float = 0.1, host: str = "127.0.0.1") -> Iterator[Served]:
+def serving(
+    path: Path, token: str | None = TOKEN, *, every: float = 0.1, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[Served]:
     """A server of the store at ``path``. host: decides the rules; it listens on loopback in any case."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     with standing_store(path) as store:
         app = application(store, rules_for(host, token), every=every)
         config = uvicorn.Config(
@@ -116,9 +117,13 @@ def serving(path: Path, token: str | None = TOKEN, *, every: float = 0.1, host: 
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.005)
-        try:
-            yield Served(store, listener.getsockname()[1], token, app)
-        finally:
+
+        def stop() -> None:
             server.should_exit = True
             thread.join()
             listener.close()
+
+        try:
+            yield Served(store, listener.getsockname()[1], token, app, stop)
+        finally:
+            stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import secrets
 import time
@@ -20,6 +21,7 @@ import anyio
 import anyio.to_thread
 
 from kvstore.errors import BusyError, KVStoreError, NotFoundError
+from kvstore.rescan import unwritten
 from kvstore.statistics import Stats
 from kvstore.store import Store
 from kvstore.tools.catalogue import Catalogue
@@ -34,6 +36,7 @@ EVERY_S = 1.0
 KEPT = 600
 """Looks that are remembered: ten minutes."""
 PRESSURE_S = 10.0
+UNWRITTEN_EVERY = 4
 THREADS = 8
 """Calls of the store at once."""
 WATCHERS = 16
@@ -49,12 +52,16 @@ class TooManyWatchers(BusyError):
 
 @dataclass(frozen=True)
 class Look:
-    """A store at a moment, what it did since the look before, and in the last seconds."""
+    """A store at a moment, what it did since the look before, and where it is under pressure.
+
+    unwritten: blocks that are not on `nvme` yet, counted every few looks.
+    """
 
     at: float
     stats: Stats
     last: Interval
     sentences: list[str]
+    unwritten: int
 
     def point(self) -> dict[str, Any]:
         """What a chart needs of it."""
@@ -69,7 +76,12 @@ class Look:
 
     def told(self) -> dict[str, Any]:
         """All of it."""
-        return {"stats": self.stats.to_dict(), "interval": self.point(), "pressure": self.sentences}
+        return {
+            "stats": self.stats.to_dict(),
+            "interval": self.point(),
+            "pressure": self.sentences,
+            "unwritten_blocks": self.unwritten,
+        }
 
 
 @dataclass(eq=False)
@@ -95,6 +107,7 @@ class Service:
         self._looks: deque[Look] = deque(maxlen=KEPT)
         self._latest: deque[tuple[float, Stats]] = deque()
         self._watchers: set[Watcher] = set()
+        self._unwritten = 0
         self._confirms: dict[str, tuple[float, str]] = {}
         self.trouble: str | None = "no look at the store yet"
 
@@ -108,9 +121,11 @@ class Service:
 
     async def keep_looking(self) -> None:
         """Look until cancelled."""
-        while True:
+        for number in itertools.count():
             began = time.monotonic()
             try:
+                if self._watchers and number % UNWRITTEN_EVERY == 0:
+                    self._unwritten = await self.run(self._count_unwritten)
                 self._note(await self.run(self.store.stats))
                 self.trouble = None
             except KVStoreError as error:
@@ -126,10 +141,14 @@ class Service:
             while len(latest) > 1 and clock - latest[1][0] > PRESSURE_S:
                 latest.popleft()
             recent = between(latest[0][1], now, clock - latest[0][0])
-            look = Look(time.time(), now, last, pressure(now, recent))
+            look = Look(time.time(), now, last, pressure(now, recent), self._unwritten)
             self._looks.append(look)
             self._hand_out("look", look.told())
         latest.append((clock, now))
+
+    def _count_unwritten(self) -> int:
+        core = self.store._core
+        return unwritten(core.ram) if core.nvme is not None else 0
 
     def looks(self) -> list[Look]:
         """What is remembered, the oldest first."""

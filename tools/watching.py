@@ -85,7 +85,7 @@ def pressure(now: Stats, last: Interval) -> list[str]:
         found.append(f"{blocks:,} blocks were not saved to {where} ({reason}).")
     evicted = {name.partition(".")[0]: blocks for name, blocks in last.evicted.items() if name.endswith(".lru")}
     for tier in now.tiers:
-        if is_full(tier) and evicted.get(tier.name):
+        if evicted.get(tier.name):  # full, be it of blocks, or of entries in its index
             told = f"{tier.name} is full: {evicted[tier.name]:,} blocks were pushed out to make room."
             found.append(f"{told} A larger budget than {format_size(tier.budget_bytes)} would keep them.")
         elif is_full(tier):
