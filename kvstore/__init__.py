@@ -14,7 +14,7 @@ from kvstore.layout import Layout
 from kvstore.settings import Settings
 
 if TYPE_CHECKING:
-    from kvstore.core import Wrap
+    from kvstore.assembly import Wrap
     from kvstore.events import Observer
     from kvstore.store import Store
 

@@ -6,58 +6,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeAlias, TypeVar
 
 from kvstore import superblock
+from kvstore.assembly import Assembly, Wrap
 from kvstore.copying import CopyThreads
-from kvstore.days import DayBook
 from kvstore.devices import DeviceLoader, DeviceSaver
-from kvstore.errors import ClosedError, KVStoreError, SettingsError, UnsupportedError
-from kvstore.events import Counters, Events, Fault, Notice, Observer
-from kvstore.eviction import Eviction, Target, catch_up
-from kvstore.host import boot_id, ram_cap, supports_o_direct
-from kvstore.index import Database, Transaction
+from kvstore.errors import ClosedError, KVStoreError, UnsupportedError
+from kvstore.events import Counters, Events, Fault, Observer
+from kvstore.eviction import Eviction, Target
 from kvstore.keeper import Keeper, shared_counters
 from kvstore.kv import KVBuffer
 from kvstore.loading import Loader
 from kvstore.match import Match
-from kvstore.memory_home import MemoryHome, sweep
 from kvstore.mover import Move, Mover
-from kvstore.owners import Owner, survey
-from kvstore.pins import Pins
-from kvstore.policy import POLICIES
+from kvstore.owners import survey
 from kvstore.prefetch import Prefetches
-from kvstore.purge import PurgeLog
-from kvstore.quotas import Quotas
 from kvstore.rescan import dirty_moves
 from kvstore.saving import Saver
-from kvstore.scrubbing import WipeLog
 from kvstore.settings import Settings
 from kvstore.statistics import Stats, by_middle, merged, tier_stats
-from kvstore.tiers import integrity, opening
 from kvstore.tiers.device import DeviceTier, open_device_tier
-from kvstore.tiers.medium import DirectMedium, MappedMedium, Medium
-from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.pagelock import PageLock
-from kvstore.tiers.ram import RamTier
 from kvstore.tiers.slotted import SlottedTier
 from kvstore.wiping import Step, Wiped, Wiper
 
-Wrap: TypeAlias = Callable[[Medium], Medium]
-"""Puts a medium of one's own around a tier's: faults, throttling, tracing."""
-
-BOOT = b"boot"
 RESCAN_BLOCKS = 64
-_T = TypeVar("_T", bound=SlottedTier)
 
 
 class Core:
     """Everything behind the handles of one directory."""
-
-    _home: MemoryHome | None = None
 
     def __init__(self, settings: Settings, wrap: Wrap, observers: tuple[Observer, ...]) -> None:
         self.settings = settings
@@ -69,43 +47,23 @@ class Core:
         self.handles = 0
         self._users = 0
         self._unused = threading.Condition()
-        path = settings.path
-        if not settings.ram:
-            raise SettingsError("ram is 0: every block passes through it", "give ram a budget, 64MiB or more")
-        superblock.prepare_directory(path)
-        with superblock.opening(path):
-            identity = superblock.store_id(path)
-            self.owner = Owner(path / superblock.OWNERS, device=bool(settings.hbm), disk=bool(settings.nvme))
-            self._tiers: list[SlottedTier] = []
-            try:
-                alone = superblock.refuse_other_namespaces(path, self.owner.id)
-                superblock.refuse_other_tiers(path, self.owner.id, bool(settings.nvme))
-                self._open_tiers(identity, wrap, alone)
-            except BaseException:
-                self._let_go()
-                raise
+        self._assembly = assembly = Assembly(settings, wrap, self.device, self.events)
+        self.owner, self.ram, self.nvme = assembly.owner, assembly.ram, assembly.nvme
+        self.purge, self.pins, self.quotas = assembly.purge, assembly.pins, assembly.quotas
+        self.days, self.wipes = assembly.days, assembly.wipes
         self.hbm: DeviceTier | None = None
         if self.device is not None:
             try:
-                self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=self.pagelock)
+                self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=assembly.pagelock)
             except BaseException:
-                self.pagelock.close()
-                self._let_go()
+                assembly.let_go()
                 raise
         self._start()
-
-    def _let_go(self) -> None:
-        """Of what was opened before opening failed, so that this process can open the store again."""
-        for tier in self._tiers:
-            tier.close()
-        if self._home is not None:
-            self._home.close()
-        self.owner.close()
 
     @property
     def tiers(self) -> tuple[SlottedTier, ...]:
         """Tiers with slots, the fastest first."""
-        return (self.ram,) if self.nvme is None else (self.ram, self.nvme)
+        return self._assembly.tiers
 
     @property
     def lowest(self) -> SlottedTier:
@@ -151,21 +109,12 @@ class Core:
         self.threads.close()
         if self.hbm is not None:
             self.hbm.close()
-        self.pagelock.close()
-        clean = [tier.close() for tier in self._tiers]
-        if self._home is not None:
-            self._home.close()
-        if all(clean):
-            self.owner.close()
-        else:
-            self.owner.disown()  # its file stays, unlocked: whoever comes next takes back what it left
+        self._assembly.close()
 
     def disown(self) -> None:
         """In a forked child: nothing here may be used, and the parent's locks stay the parent's."""
         self.closed = True
-        self.owner.disown()
-        if self._home is not None:
-            self._home.close()
+        self._assembly.disown()
 
     # ---------------------------------------------------------------- answers
 
@@ -227,112 +176,7 @@ class Core:
             hbm=self.hbm.stats().to_dict() if self.hbm is not None else None,
         )
 
-    # ---------------------------------------------------------------- opening
-
-    def _open_tiers(self, identity: bytes, wrap: Wrap, alone: bool) -> None:
-        settings = self.settings
-        self.nvme: NvmeTier | None = None
-        for orphan in sweep(settings.ram_directory):
-            self.events.emit(Notice("orphan removed", f"{orphan} held memory for a store that is gone"))
-        self._home = MemoryHome(settings.ram_directory, settings.path, identity)
-        ram_directory = self._home.path
-        have = (
-            sum(file.stat().st_size for file in ram_directory.rglob("*") if file.is_file())
-            if ram_directory.exists()
-            else 0
-        )
-        cap = ram_cap(settings.ram, settings.ram_directory, have)
-        if cap.reason:
-            self.events.emit(Notice("ram capped", cap.reason))
-        if settings.nvme:
-            directory = settings.path / "nvme"
-            opening.refuse_larger_than_medium("nvme", settings.nvme, directory)
-            direct = settings.direct_io == "on" or (settings.direct_io == "auto" and supports_o_direct(settings.path))
-            if not direct and settings.direct_io == "auto":
-                self.events.emit(Notice("buffered", f"{settings.path} has no O_DIRECT: the page cache is used"))
-            medium = wrap(DirectMedium(directory, direct=direct))
-            self.nvme = self._tier(NvmeTier, directory, medium, identity, settings.nvme, alone, durable=True)
-        lowest = self.nvme
-        self.pagelock = PageLock.for_device(cap.bytes if settings.hbm else 0, self.device, self.events)
-        medium = wrap(
-            MappedMedium(
-                ram_directory,
-                mapped=lambda window: self.pagelock.add([window]),
-                unmapped=lambda window: self.pagelock.remove([window]),
-            )
-        )
-        self.ram = self._tier(RamTier, ram_directory, medium, identity, cap.bytes, alone, durable=False)
-        self._tiers.reverse()
-        log = (lowest or self.ram).index
-        self.purge, self.pins, self.quotas = PurgeLog(log), Pins(log), Quotas(log)
-        self.days, self.wipes = DayBook(log), WipeLog(log)
-        self.events.subscribe(self.days)
-        for tier in self._tiers:
-            tier.pins = self.pins.keys
-            tier.quota = self.quotas.reader(tier.name)
-            self._recover(tier, alone)
-
-    def _tier(
-        self,
-        kind: type[_T],
-        directory: Path,
-        medium: Medium,
-        identity: bytes,
-        budget: int,
-        alone: bool,
-        *,
-        durable: bool,
-    ) -> _T:
-        name = medium.name
-        wanted = self.settings.nvme_segment_bytes if durable else self.settings.ram_segment_bytes
-        index, block = opening.open_index(
-            name,
-            directory,
-            store=identity,
-            budget=budget,
-            asked=self.settings.nvme if durable else self.settings.ram,
-            segment_bytes=wanted,
-            index_bytes=None,
-            durable=durable,
-            alone=alone,
-            events=self.events,
-        )
-        tier = kind(
-            name,
-            directory,
-            index,
-            medium,
-            owner=self.owner.id,
-            segment_bytes=block.segment_bytes,
-            policy=POLICIES["lru" if durable or not self.settings.nvme else "lru-clean-first"],
-            events=self.events,
-            respects_leases=not durable,
-        )
-        self._tiers.append(tier)
-        return tier
-
-    def _recover(self, tier: SlottedTier, alone: bool) -> None:
-        """What the first opener does after a crash, a restart of the host, or damage to files."""
-        damaged = {
-            segment.number: why for segment in tier.segment_list() if (why := integrity.missing_files(tier, segment))
-        }
-        if damaged:
-            gone = integrity.drop_segments(tier, damaged.keys())
-            self.events.emit(
-                Notice("segments dropped", f"{tier.name}: {'; '.join(damaged.values())}; {gone} blocks lost")
-            )
-        here = boot_id()
-        with tier.index.read() as txn:
-            before = txn.get(Database.META, BOOT)
-        if before != here and alone:
-            if before is not None:
-                integrity.rebuild(tier)
-            tier.index.write(lambda txn: _set_boot(txn, here))
-            tier.reload()
-        if alone:
-            integrity.sweep(tier)
-            opening.shrink(tier)
-        catch_up(tier, self.purge)
+    # ---------------------------------------------------------------- starting
 
     def _start(self) -> None:
         settings = self.settings
@@ -413,7 +257,3 @@ class Core:
     def _submit(self, moves: Sequence[Move]) -> None:
         if self.mover is not None and moves:
             self.mover.submit(moves)
-
-
-def _set_boot(txn: Transaction, boot: bytes) -> None:
-    txn.put(Database.META, BOOT, boot)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Sequence
 
 from kvstore import superblock
-from kvstore.core import Core, Wrap
+from kvstore.assembly import Wrap
+from kvstore.core import Core
 from kvstore.errors import ClosedError, PathError
 from kvstore.events import Observer
 from kvstore.settings import Settings

@@ -13,7 +13,8 @@ from types import TracebackType
 import numpy as np
 
 from kvstore import registry, serving
-from kvstore.core import Core, Wrap
+from kvstore.assembly import Wrap
+from kvstore.core import Core
 from kvstore.days import Days
 from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
 from kvstore.events import Cause, Events, Fault, Observer

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from known_kv import NARROW, PLAIN, Array, Speaker, load, open_small, save
 
-import kvstore.core
+import kvstore.assembly
 import kvstore.index
 from kvstore.kv import Bytes
 from kvstore.store import Store
@@ -169,7 +169,7 @@ class Outage:
 def power_is_back(image: Path, memory: Path, **over: Any) -> Iterator[Store]:
     """The image, opened under another boot with an empty `ram`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvstore.core, "boot_id", lambda: b"the next boot id")
+        patch.setattr(kvstore.assembly, "boot_id", lambda: b"the next boot id")
         with open_small(image, memory, **over) as store:
             yield store
 
