@@ -131,3 +131,9 @@ class StorageError(KVStoreError):
     """A medium reported an error: the store goes on without it."""
 
     exit_code = 19
+
+
+class EngineError(KVStoreError):
+    """A served engine did not answer, refused, or did not store what it computed."""
+
+    exit_code = 20

@@ -31,6 +31,7 @@ STATUS: Mapping[type[KVStoreError], int] = {
     errors.LayoutError: 422,
     errors.UnsupportedError: 422,
     errors.MissingExtraError: 422,
+    errors.EngineError: 502,
     errors.ClosedError: 503,
     errors.NoSpaceError: 507,
 }
@@ -49,6 +50,7 @@ TITLES: Mapping[int, str] = {
     422: "The request does not say what is needed",
     429: "Too much at once",
     500: "The store is in trouble",
+    502: "The engine did not do it",
     503: "Not now",
     504: "It takes too long",
     507: "There is no room",

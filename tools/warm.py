@@ -1,7 +1,7 @@
 """``kvstore warm``: makes prompts resident before somebody asks, by prefilling what is missing with a real model.
 
-A prompt is prefilled piece by piece, and each piece is saved before the next one begins, so an interrupted run goes on
-where it ended. Must not know how the adapter loads and saves.
+The model is loaded here, or a served engine runs it. A prompt is prefilled piece by piece, and each piece is saved
+before the next one begins, so an interrupted run goes on where it ended. Must not know how adapters save.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +18,14 @@ from rich.markup import escape
 
 import kvstore
 from kvstore import superblock
-from kvstore.errors import KVStoreError, MissingExtraError, NotFoundError, SettingsError, UnsupportedError
+from kvstore.errors import KVStoreError, MissingExtraError, NotFoundError, PathError, SettingsError, UnsupportedError
 from kvstore.match import Namespace
 from kvstore.settings import Settings
 from kvstore.store import Store
 from kvstore.tools import model as models
 from kvstore.tools import terminal
-from kvstore.tools.explain import TextOption
+from kvstore.tools.engine import Engine, Wanted, stored_for, warm_by
+from kvstore.tools.explain import TextOption, TokenizerOption
 from kvstore.tools.prompts import Prompt, Tokens, read_prompt
 from kvstore.tools.standing import standing_store
 
@@ -35,7 +37,18 @@ TIERS = ("ram", "nvme")
 def warm(
     prompts: Annotated[list[str], typer.Argument(help="Files (text, JSONL chats, token ids), ids (1,2,3), or -.")],
     model: Annotated[
-        str | None, typer.Option(help="A folder, or a name on the hub; else the demo's.", show_default=False)
+        str | None,
+        typer.Option(help="A folder, or a name on the hub or of an engine; else the demo's.", show_default=False),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Address of a server that runs kvstore's connector.", show_default=False)
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Of an engine: where it stores, if that is not clear.", show_default=False)
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the engine's API key.", show_default=False)
     ] = None,
     salt: Annotated[str, typer.Option(help="The salt that requests will have.")] = "",
     label: Annotated[str | None, typer.Option(help="How listings name the model.", show_default=False)] = None,
@@ -50,7 +63,8 @@ def warm(
 ) -> None:
     """Prefill prompts with a model and store their KV, so that the first request finds them. May be interrupted.
 
-    Of a chat only what stays whatever is said next is warmed. What is there already is not computed again.
+    Of a chat only what stays whatever is said next is warmed. What is there already is not computed again. With
+    --engine, an OpenAI-compatible server prefills; what its connector stored is checked in the store.
 
     Example:
 
@@ -62,19 +76,59 @@ def warm(
         raise SettingsError("--name is for one prompt", "warm the prompts one by one to name them")
     with terminal.progress() as step, contextlib.ExitStack() as stack:
         read = [_prompt(one, as_text) for one in prompts]
-        chosen = model or str(models.obtain(step))
-        loaded = _load(chosen, threads)
-        tokens = Tokens(chosen)
-        store = stack.enter_context(_store(path))
-        attachment = stack.enter_context(_attached(loaded, store, salt, label))
-        space = attachment.namespace()
-        rows = []
-        for prompt in read:
-            ids = tokens.ids(prompt, settled=True)
-            rows.append(_warm(store, attachment, space, prompt.source, ids, tier, dry_run, step))
+        if engine is not None:
+            if threads is not None or label is not None:
+                raise SettingsError("--threads and --label are for a model that is loaded here", "leave them out")
+            served = Engine(engine, model, _key(api_key_file))
+            store = stack.enter_context(standing_store(path))
+            spell = Tokens(tokenizer) if tokenizer is not None else None
+            wanted = Wanted(salt, namespace)
+            rows, space, ids = _by_engine(store, served, spell, read, wanted, tier, dry_run, step)
+            chosen = served.model
+        else:
+            chosen = model or str(models.obtain(step))
+            loaded = _load(chosen, threads)
+            spell = Tokens(tokenizer or chosen)
+            store = stack.enter_context(_store(path))
+            attachment = stack.enter_context(_attached(loaded, store, salt, label))
+            space = attachment.namespace()
+            rows = []
+            for prompt in read:
+                ids = spell.ids(prompt, settled=True)
+                rows.append(_warm(store, attachment, space, prompt.source, ids, tier, dry_run, step))
         if name is not None and not dry_run:
-            store.pin(name, space, tokens.ids(read[0], settled=True), ttl=ttl)
+            store.pin(name, space, ids, ttl=ttl)
     _show(rows, chosen, as_json)
+
+
+def _by_engine(
+    store: Store,
+    engine: Engine,
+    tokens: Tokens | None,
+    prompts: Sequence[Prompt],
+    wanted: Wanted,
+    tier: str,
+    dry_run: bool,
+    step: terminal.Step,
+) -> tuple[list[dict[str, Any]], Any, Sequence[int]]:
+    """A row a prompt; the namespace and the ids of the last one."""
+    rows: list[dict[str, Any]] = []
+    space: Namespace | None = None
+    ids: Sequence[int] = ()
+    for prompt in prompts:
+        ids = tokens.ids(prompt, settled=True) if tokens is not None else engine.ids(prompt)
+        _refuse_empty(prompt.source, ids)
+        if dry_run:
+            done = stored_for(store, ids, wanted)
+        else:
+            done = warm_by(engine, store, ids, wanted, partial(step, prompt.source))
+        space = done.space
+        if space is not None and not dry_run:
+            _settle(store, space, ids, tier)
+        found = store.match(space, ids) if space is not None else None
+        held, by_tier = (found.tokens, found.by_tier) if found is not None else (0, {})
+        rows.append(_row(prompt.source, len(ids), done.there, held, by_tier, done.seconds, dry_run))
+    return rows, space, ids
 
 
 def _warm(
@@ -88,8 +142,7 @@ def _warm(
     step: terminal.Step,
 ) -> dict[str, Any]:
     """Make one prompt resident; returns what was there, what was computed, and what a first request saves."""
-    if not ids:
-        raise SettingsError(f"{source} has no tokens", "pass a prompt that is not empty")
+    _refuse_empty(source, ids)
     there = store.match(space, ids).tokens
     start = time.perf_counter()
     if not dry_run:
@@ -107,16 +160,36 @@ def _warm(
         raise KVStoreError(
             f"only {found.tokens} of the {len(ids)} tokens of {source} are stored", "raise the budgets of the store"
         )
+    return _row(source, len(ids), there, found.tokens, found.by_tier, seconds, dry_run)
+
+
+def _row(
+    source: str, tokens: int, there: int, held: int, by_tier: dict[str, int], seconds: float, dry_run: bool
+) -> dict[str, Any]:
     return {
         "prompt": source,
-        "tokens": len(ids),
+        "tokens": tokens,
         "already_there": there,
-        "prefilled": 0 if dry_run else len(ids) - there,
-        "missing": len(ids) - found.tokens,
-        "by_tier": found.by_tier,
+        "prefilled": 0 if dry_run else tokens - there,
+        "missing": tokens - held,
+        "by_tier": by_tier,
         "prefill_s": seconds,
-        "first_request_saves_tokens": max(0, found.tokens - 1),
+        "first_request_saves_tokens": max(0, min(held, tokens - 1)),
     }
+
+
+def _refuse_empty(source: str, ids: Sequence[int]) -> None:
+    if not ids:
+        raise SettingsError(f"{source} has no tokens", "pass a prompt that is not empty")
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PathError(f"{file} cannot be read: {error}", "pass a file with the key alone") from error
 
 
 def _prefill(attachment: Any, ids: Sequence[int]) -> None:
