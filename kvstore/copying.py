@@ -20,23 +20,44 @@ SPARE_BUFFERS = 4
 """Private read buffers kept for reuse: fresh pages cost more than the copy."""
 
 
+class Job(Future[T]):
+    """Work for a pool, which any other thread may do instead; it is done once."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__()
+        self._work, self._claim = work, threading.Lock()
+
+    def run(self) -> None:
+        """Do the work, unless it is done, being done, or cancelled. Errors come up where the result is asked for."""
+        if not self._claim.acquire(blocking=False) or not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(self._work())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            self.set_exception(error)
+
+
 class CopyThreads:
-    """Two pools: ``copy`` for memory, ``read`` for disks."""
+    """Two pools: ``copy`` for memory, ``read`` for disks.
+
+    A caller that waits for its copies takes part in them (`wait_all`), so that one thread less is enough, and no
+    more threads run than ``copy_threads``: on few cores one too many, put to sleep at the wrong moment, stops all.
+    """
 
     def __init__(self, copy_threads: int, io_threads: int) -> None:
         self.copy_threads = copy_threads
-        self._copy = ThreadPoolExecutor(copy_threads, thread_name_prefix="kvstore-copy")
+        self._copy = ThreadPoolExecutor(max(1, copy_threads - 1), thread_name_prefix="kvstore-copy")
         self._read = ThreadPoolExecutor(io_threads, thread_name_prefix="kvstore-read")
         self._spare: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 
-    def copy(self, job: Callable[[], T]) -> Future[T]:
+    def copy(self, work: Callable[[], T]) -> Job[T]:
         """Run a copy."""
-        return _submit(self._copy, job)
+        return _submit(self._copy, work)
 
-    def read(self, job: Callable[[], T]) -> Future[T]:
+    def read(self, work: Callable[[], T]) -> Job[T]:
         """Run a disk read."""
-        return _submit(self._read, job)
+        return _submit(self._read, work)
 
     def run_length(self, blocks: int, most: int = 16) -> int:
         """Blocks to a job, so that every thread has work and a job is worth its start."""
@@ -63,37 +84,33 @@ class CopyThreads:
         self._copy.shutdown(wait=True)
 
 
-def _submit(pool: ThreadPoolExecutor, job: Callable[[], T]) -> Future[T]:
-    """Run a job in a pool or, where no thread is to be had, here.
+def _submit(pool: ThreadPoolExecutor, work: Callable[[], T]) -> Job[T]:
+    """Have work done in a pool or, where no thread is to be had, here.
 
     Python ends its pools when the main thread ends, though other threads may go on for hours. A pool that could not
     start a thread keeps the job queued all the same; it must not run a second time then, when its slots are others'.
     """
-    future: Future[T] = Future()
-    claim = threading.Lock()
-
-    def run() -> None:
-        if not claim.acquire(blocking=False) or not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
-            future.set_exception(error)
-
+    job = Job(work)
     try:
-        pool.submit(run)
+        pool.submit(job.run)
     except RuntimeError:
-        run()
-    return future
+        job.run()
+    return job
 
 
-def wait_all(futures: Sequence[Future[T]]) -> list[T]:
-    """Results of all; the first error is raised only after every job has ended, so nothing is written later."""
+def wait_all(jobs: Sequence[Job[T]], *, help_out: bool = True) -> list[T]:
+    """Results of all; the first error is raised only after every job has ended, so nothing is written later.
+
+    help_out: do here what no thread has begun yet.
+    """
+    if help_out:
+        for job in jobs:
+            job.run()
     error: BaseException | None = None
     results: list[T] = []
-    for future in futures:
+    for job in jobs:
         try:
-            results.append(future.result())
+            results.append(job.result())
         except BaseException as failure:  # noqa: BLE001  raised below, when nothing runs any more
             error = error or failure
     if error is not None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvstore.copying import CopyThreads, wait_all
+from kvstore.copying import CopyThreads, Job, wait_all
 from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Cause, Events, Fault, Moved
 from kvstore.header import HEADER_BYTES, inspect_header, inspect_slot, slot_bytes
@@ -81,7 +81,7 @@ class Loader:
         began = time.perf_counter()
         self._ram.touch([pieces[at].entry.ref for at in memory], [pieces[at].name.depth for at in memory], now)
         promotion = _Promotion(self, match, pieces, disk, shape, buffer, outcome) if disk else None
-        jobs: list[Future[None]] = []
+        jobs: list[Job[None]] = []
         try:
             if promotion is not None:
                 promotion.start(now)
@@ -104,7 +104,7 @@ class Loader:
 
     def _memory_jobs(
         self,
-        jobs: list[Future[None]],
+        jobs: list[Job[None]],
         pieces: Sequence[Piece],
         places: Sequence[int],
         shape: _Shape,
@@ -183,8 +183,8 @@ class _Promotion:
         self._shape, self._buffer, self._outcome = shape, buffer, outcome
         self._slots: dict[bytes, Placement] = {}
         self._checksums: dict[bytes, bytes] = {}
-        self._reads: list[Future[None]] = []
-        self._scatters: list[Future[None]] = []
+        self._reads: list[Job[None]] = []
+        self._scatters: list[Job[None]] = []
         self._began = time.perf_counter()
 
     def start(self, now: int) -> None:
@@ -220,7 +220,7 @@ class _Promotion:
         loader, ram = self._loader, self._loader._ram
         try:
             try:
-                wait_all(self._reads)
+                wait_all(self._reads, help_out=False)
             finally:
                 wait_all(self._scatters)
         finally:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from kvstore.copying import CopyThreads, wait_all
+from kvstore.copying import CopyThreads, Job, wait_all
 from kvstore.devices import DeviceSaver
 from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError, UnsupportedError
 from kvstore.events import Events, Fault, Skipped
@@ -34,8 +34,8 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 
-FIRST_BATCH, BATCH = 16, 128
-"""Blocks reserved in one transaction: few at first, so that copying begins at once, then twice as many each time."""
+FIRST_BATCH, BATCH = 64, 128
+"""Blocks reserved in one transaction: fewer at first, so that copying begins soon, then more for each commit."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -89,7 +89,7 @@ class _Fill:
     """A batch being copied: its slots, the copies under way, and the checksums that come of them."""
 
     placed: Sequence[Placement]
-    futures: list[Future[None]] = field(default_factory=list)
+    futures: list[Job[None]] = field(default_factory=list)
     checksums: dict[SlotRef, bytes] = field(default_factory=dict)
 
 
