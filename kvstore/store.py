@@ -62,8 +62,9 @@ class Store:
             size = slot_bytes(layout.payload_bytes(group))
             if 2 * size > min(core.ram.budget() - core.ram.index.size, core.settings.ram_segment_bytes):
                 raise BudgetError(
-                    f"a block of this layout takes {size} bytes, too large for a ram budget of {core.ram.budget()}",
-                    "raise the ram budget, or choose fewer tokens a block",
+                    f"a block of this layout takes {size} bytes: two do not fit a ram budget of {core.ram.budget()} in "
+                    f"segments of {core.settings.ram_segment_bytes}",
+                    "raise ram or ram_segment_bytes, or choose fewer tokens a block",
                 )
         for tier in core.tiers:
             tier.grow_ahead(slot_bytes(layout.payload_bytes(0)))

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,8 @@ import kvstore
 from kvstore.layout import Part
 from kvstore.match import Match
 from kvstore.store import Store
+from kvstore.tiers.fault import Effect, FaultMedium, FaultRule, Operation
+from kvstore.tiers.medium import Medium
 
 ROOT = Path(__file__).resolve().parents[1]
 PAYLOAD_BYTE = 5000
@@ -45,7 +48,8 @@ class Engine:
     """A process with one vLLM engine.
 
     store: what goes into ``kv_connector_extra_config``; None for no connector. Without a word of it, the gate is off:
-    what a tiny model runs again in no time would not be loaded.
+    what a tiny model runs again in no time would not be loaded. faulty: its tiers' media follow `inject`. within: the
+    command that starts it.
     """
 
     def __init__(
@@ -56,15 +60,18 @@ class Engine:
         processes: bool = False,
         environment: Mapping[str, str] | None = None,
         connector: Mapping[str, Any] | None = None,
+        faulty: bool = False,
+        within: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the engine
         given = {"model": str(model), "store": None if store is None else {"gate": False, **store}, "engine": settings}
-        given["connector"] = dict(connector or {})
+        given |= {"connector": dict(connector or {}), "faulty": faulty}
+        self.said: list[str] = []
         seen = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "engines", json.dumps(given)],
+            [*within, sys.executable, "-u", "-m", "engines", json.dumps(given)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -87,6 +94,7 @@ class Engine:
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
+            self.said.append(line)
         raise EOFError(f"the engine ended with {self.process.wait()}:\n{self.log()[-4000:]}")
 
     def do(self, verb: str, **arguments: Any) -> Any:
@@ -95,9 +103,9 @@ class Engine:
         return self.answer()
 
     def log(self) -> str:
-        """What the engine wrote to standard error."""
+        """What the engine wrote, beside its answers."""
         self._log.seek(0)
-        return self._log.read()
+        return "".join(self.said) + self._log.read()
 
     def generate(self, *prompts: Sequence[int], tokens: int = 8, **more: Any) -> list[Any]:
         """Answers to prompts of token ids: dictionaries with ``cached``, ``ids``, ``top``."""
@@ -204,6 +212,14 @@ def prompt(length: int, seed: int) -> list[int]:
     return ids
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds: counters are shared once a second. Raises AssertionError after half a minute."""
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.2)
+
+
 class _Served:
     """The engine in its own process."""
 
@@ -211,6 +227,9 @@ class _Served:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        self.media: list[FaultMedium] = []
+        if given["faulty"]:  # the connector opens its store by this name
+            vars(kvstore)["open"] = partial(kvstore.open, wrap=self._wrapped)
         transfer = None
         if given["store"] is not None:
             wanted = {
@@ -232,6 +251,18 @@ class _Served:
             **given["engine"],
         }
         self.llm: Any = LLM(model=given["model"], kv_transfer_config=transfer, **settings)
+
+    def _wrapped(self, medium: Medium) -> Medium:
+        self.media.append(FaultMedium(medium))
+        return self.media[-1]
+
+    def inject(self, **faults: list[list[str]]) -> int:
+        """From now on these faults, ``[operation, effect]`` by tier, and no others; how many there were before."""
+        before = sum(medium.injected() for medium in self.media)
+        for medium in self.media:
+            rules = faults.get(medium.name, [])
+            medium.inject(FaultRule(Operation[operation], Effect[effect]) for operation, effect in rules)
+        return before
 
     def generate(
         self,

@@ -146,6 +146,31 @@ def index(
     _show(figures, f"{large:,} entries beside {small:,}", rows, as_json)
 
 
+def vllm(
+    rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 6,
+    pairs: PairsOption = PAIRS,
+    model: Annotated[Path | None, typer.Option(help="A folder with a model.", show_default=False)] = None,
+    path: FolderOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """First tokens of a vLLM engine from the store beside its own cache, and the cost of misses. Takes six minutes.
+
+    Needs vLLM: run it from the environment that `tools/test --vllm` makes.
+
+    Example:
+
+        kvstore bench vllm --json
+    """
+    from kvstore.tools.bench_vllm import Plan, measure, require_vllm
+    from kvstore.tools.model import obtain
+
+    require_vllm()
+    with terminal.progress() as step:
+        figures = measure(Plan(model or obtain(step), folder_on_disk(path), rounds, pairs), step)
+    rows = [_row(name, found, None) for name, found in figures["samples"].items()]
+    _show(figures, f"A prompt of {figures['tokens']:,} tokens", rows, as_json)
+
+
 def _row(name: str, found: dict[str, Any], ratio: dict[str, Any] | None) -> tuple[str, ...]:
     figure = ratio or found
     spread = f"{figure['low']:.3f} … {figure['high']:.3f}"

@@ -38,6 +38,7 @@ REASONS: Mapping[str, str] = {
     "no-weight-files": "the weights do not come from files that can be read",
     "arrangement": "the attention backend places tokens in pages in an order that is not known",
     "store": "the store cannot be opened",
+    "budget": "two blocks of the model do not fit the store's ram budget or its segments",
     "layout": "ranks do not agree on the layout",
     "device": "the cache is on a device for which the store has no staging: give hbm a budget",
     "prompt-embeds": "embeddings were passed instead of token ids",

@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
-from kvstore.adapters.vllm.allow import explain
 from kvstore.adapters.vllm.layout import Refused, describe
 from kvstore.adapters.vllm.messages import Answer, Hello, Orders
 from kvstore.adapters.vllm.options import Options, read_options
@@ -28,7 +27,7 @@ from kvstore.adapters.vllm.scheduling import ADAPTER, SchedulerHalf
 from kvstore.adapters.vllm.stats import ConnectorMetrics, ConnectorStats
 from kvstore.adapters.vllm.working import WorkerHalf, in_layer_order
 from kvstore.errors import BudgetError, KVStoreError, SettingsError, UnsupportedError
-from kvstore.events import Counters, Notice, Refusal
+from kvstore.events import Counters, Fault, Notice, Refusal
 from kvstore.gate import Gate
 from kvstore.store import Store
 
@@ -131,7 +130,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._hello = Hello(engine)
         except Refused as refused:
             self._refuse(refused.reason, refused.problem)
-            self._hello = Hello(refused=refused.reason, detail=refused.problem)
+            self._hello = Hello(refused=refused.reason, detail=refused.detail)
 
     def get_handshake_metadata(self) -> Hello:
         """The layout, for the scheduler."""
@@ -181,13 +180,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """What the workers said of themselves."""
-        if self._scheduler is not None:
-            reason = self._scheduler.greet(metadata.values())
-            if reason:
-                self._scheduler.close()
-                self._scheduler = None
-                detail = next((hello.detail for hello in metadata.values() if hello.detail), "")
-                self._refuse(reason, detail or explain(reason))
+        if self._scheduler is None:
+            return
+        try:
+            self._scheduler.greet(metadata.values())
+        except Refused as refused:
+            self._scheduler.close()
+            self._scheduler = None
+            self._refuse(refused.reason, refused.problem)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that the store has beyond the engine's own; whether the request waits for them."""
@@ -272,6 +272,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _tell(self, event: object) -> None:
         if isinstance(event, Notice):
             logger.info("kvstore: %s: %s", event.subject, event.detail)
+        elif isinstance(event, Fault) and (fault := f"{event.tier}: {event.what}") not in self._said:
+            self._said.add(fault)
+            logger.warning("kvstore: %s failed, here for the first time, and was contained: %s", fault, event.detail)
 
 
 def _orders(metadata: object) -> Orders:

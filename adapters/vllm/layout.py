@@ -48,7 +48,7 @@ class Refused(UnsupportedError):
     def __init__(self, reason: str, detail: str = "") -> None:
         told = f": {detail}" if detail else ""
         super().__init__(f"kvstore leaves this engine alone ({reason}): {explain(reason)}{told}", "it runs uncached")
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)

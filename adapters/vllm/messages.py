@@ -74,8 +74,13 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One load as it was measured. tokens, bytes: by tier. seconds: of all of it."""
+    """One load as it was measured.
 
+    tokens: of the request, from its start on, that are in its pages now. by_tier: tokens copied. seconds: of it all.
+    """
+
+    request: str
+    tokens: int
     by_tier: dict[str, int]
     bytes: int
     seconds: float
@@ -102,9 +107,19 @@ class Answer(KVConnectorWorkerMetadata):
             self,
             step=min(self.step, other.step),
             failed=self.failed | other.failed,
-            loads=self.loads if len(self.loads) >= len(other.loads) else other.loads,
+            loads=_slowest(self.loads, other.loads),
             prefill=max(self.prefill, other.prefill, key=lambda entry: entry[1]),
         )
+
+
+def _slowest(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[Measured, ...]:
+    """Of every request the load that took longer, and all tokens that some rank has."""
+    found: dict[str, Measured] = {}
+    for load in (*ours, *theirs):
+        other = found.get(load.request, load)
+        slower = max(other, load, key=lambda entry: entry.seconds)
+        found[load.request] = replace(slower, tokens=max(load.tokens, other.tokens))
+    return tuple(found.values())
 
 
 @dataclass

@@ -14,12 +14,12 @@ from typing import Any
 from kvstore.adapters.vllm.allow import explain, refuse_request
 from kvstore.adapters.vllm.announcing import Announcements
 from kvstore.adapters.vllm.files import weights_digest
-from kvstore.adapters.vllm.layout import EngineLayout
+from kvstore.adapters.vllm.layout import EngineLayout, Refused
 from kvstore.adapters.vllm.messages import Answer, Hello, Load, Orders, Save, Whose
 from kvstore.adapters.vllm.spaces import Spaces
 from kvstore.adapters.vllm.tracked import Claim, Tracked
-from kvstore.errors import KVStoreError
-from kvstore.events import Cause, Fault, Miss, Refusal
+from kvstore.errors import BudgetError, KVStoreError
+from kvstore.events import Cause, Fault, Miss, Recomputed, Refusal
 from kvstore.gate import Gate
 from kvstore.host import boottime_ns
 from kvstore.match import Match
@@ -54,20 +54,23 @@ class SchedulerHalf:
         self._before: list[Save] = []
         self._taken: dict[str, tuple[int, Claim]] = {}
 
-    def greet(self, hellos: Iterable[Hello]) -> str | None:
-        """Take the layout that all ranks agree on; a reason where there is none."""
+    def greet(self, hellos: Iterable[Hello]) -> None:
+        """Take the layout that all ranks agree on. Raises Refused where there is none, or no room for it."""
         said = list(hellos)
         refused = next((hello for hello in said if hello.engine is None), None)
         if refused is not None:
-            return refused.refused
-        engines = {hello.engine for hello in said}
-        if len(engines) != 1:
-            return "layout"
-        self._engine = said[0].engine
-        assert self._engine is not None
-        self._spaces = Spaces(self._store, self._engine)
-        self._announcements = Announcements(self._spaces) if self._announce else None
-        return None
+            raise Refused(refused.refused, refused.detail)
+        engine = said[0].engine
+        assert engine is not None
+        if any(hello.engine != engine for hello in said):
+            raise Refused("layout")
+        spaces = Spaces(self._store, engine)
+        try:
+            spaces.of(Whose())
+        except BudgetError as error:
+            raise Refused("budget", f"{error.problem}: {error.remedy}") from error
+        self._engine, self._spaces = engine, spaces
+        self._announcements = Announcements(spaces) if self._announce else None
 
     # ---------------------------------------------------------------- claims
 
@@ -140,6 +143,8 @@ class SchedulerHalf:
                     tracked.saved = 0
             for load in answer.loads:
                 self.gate.loaded(load.by_tier, load.bytes, load.seconds)
+                if (tracked := self._tracked.get(load.request)) is not None:
+                    tracked.restored = load.tokens
             if self._announcements is not None:
                 self._announcements.settled(answer.stored)
             if answer.prefill[0]:
@@ -255,7 +260,7 @@ class SchedulerHalf:
     def _promise(self, match: Match, computed: int) -> Claim | None:
         """A claim of what was matched, leased, if loading it is worth it."""
         by_tier = _beyond(match, computed)
-        size = match.space.layout.token_bytes() * (match.tokens - computed) * match.space.layout.shards
+        size = match.space.layout.token_bytes() * (match.tokens - computed)  # of one shard: all load at once
         if not self.gate.decide(by_tier, size).load:
             return None
         lease = self._store.lease(match, LEASE_S)
@@ -282,11 +287,14 @@ class SchedulerHalf:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks, tracked.admitted = list(new.block_ids[0]), self._step
+                self._resumes(tracked, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        for name, fresh in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        followed = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for name, fresh, computed in followed:
             tracked = self._tracked.get(name)
             if tracked is None:
                 continue
+            self._resumes(tracked, computed)
             if name in cached.resumed_req_ids:
                 tracked.blocks, tracked.admitted = list(fresh[0]) if fresh else [], self._step
                 continue
@@ -309,6 +317,12 @@ class SchedulerHalf:
         if not tracked.tainted and 0 < tracked.admitted <= self._settled:
             self._before += self._ordered(tracked, tracked.final)
         tracked.blocks, tracked.final = [], 0
+
+    def _resumes(self, tracked: Tracked, position: int) -> None:
+        """Count what was loaded for nothing."""
+        again = tracked.resumes(position)
+        if again:
+            self._store.events.emit(Recomputed(again))
 
     def _missed(self, tracked: Tracked, tokens: int) -> None:
         """Count what the store could not give, once a request."""

@@ -33,6 +33,7 @@ class ConnectorStats(KVConnectorStats):
         return {
             "kvstore asked tokens": asked,
             "hit tokens": hits,
+            "recomputed tokens": self.data.get("recomputed.tokens", 0),
             "loaded MB": round(size / 1e6, 1),
             "load GB/s": round(size / spent / 1e3, 2) if spent else 0.0,
             "saved MB": round(_sum(self.data, "save.", ".bytes") / 1e6, 1),
@@ -46,6 +47,7 @@ class ConnectorStats(KVConnectorStats):
 _FAMILIES = {
     "hit": ("tier", "Tokens, bytes and microseconds served from the store"),
     "miss": ("cause", "Tokens that the store was asked for and did not serve"),
+    "recomputed": ("", "Tokens that were served and that the engine computed again"),
     "save": ("tier", "Blocks, bytes and microseconds saved to the store"),
     "gate": ("reason", "Decisions to load or to run again"),
     "asked": ("", "Tokens that the store was asked for"),

@@ -48,6 +48,7 @@ class Tracked:
     given pages. final: tokens whose KV will not change. saved: tokens that were handed to a save. loading: pages are
     being filled while it waits. failed: a load of it failed, so it is never claimed for again. tainted: its pages may
     hold what a failed load left, so nothing of it is saved. missed: what the store could not give is counted.
+    restored: tokens, from its start on, that a load brought and the engine has not computed again.
     """
 
     request: Any
@@ -63,6 +64,7 @@ class Tracked:
     failed: bool = False
     tainted: bool = False
     missed: bool = False
+    restored: int = 0
 
     def tokens(self, count: int) -> Tokens:
         """The first ``count`` token ids, prompt and answer."""
@@ -78,6 +80,12 @@ class Tracked:
         if self.claim is not None:
             self.claim.release()
             self.claim = None
+
+    def resumes(self, position: int) -> int:
+        """The engine goes on at ``position``: how many tokens before it computes that a load had brought."""
+        again = max(0, self.restored - position)
+        self.restored -= again
+        return again
 
     def due(self, block_tokens: int) -> int:
         """How many tokens to save now: all at the prompt's end, later by whole blocks; 0 for nothing new."""

@@ -117,7 +117,9 @@ class WorkerHalf:
         except Exception as error:  # noqa: BLE001  a load that fails is recomputed, whatever it failed of
             self._store.events.emit(Fault("adapter", "load", repr(error)))
             return order.first
-        self._measured.append(Measured(dict(loaded.by_tier), loaded.bytes, loaded.seconds))
+        self._measured.append(
+            Measured(order.request, loaded.tokens, dict(loaded.by_tier), loaded.bytes, loaded.seconds)
+        )
         return max(loaded.tokens, order.first)
 
     def _check(self, order: Load, loaded: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import Engine, Place, prompt
+from engines import Engine, Place, prompt, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,10 +26,22 @@ def left(tiny: Any, place: Place) -> Place:
 
 
 @pytest.fixture(scope="module", params=["one process", "processes"])
-def fresh(request: pytest.FixtureRequest, tiny: Any, left: Place) -> Iterator[Engine]:
+def mode(request: pytest.FixtureRequest) -> str:
+    """How vLLM runs: all in one process, or front end, engine core and worker apart."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def fresh(mode: str, tiny: Any, left: Place) -> Iterator[Engine]:
     """Another engine over it."""
-    with Engine(tiny, left.settings, processes=request.param == "processes") as engine:
+    with Engine(tiny, left.settings, processes=mode == "processes") as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def seed(mode: str) -> int:
+    """Both modes share a store: what must not be in it yet is made from this."""
+    return {"one process": 1000, "processes": 2000}[mode]
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +68,38 @@ def test_a_long_prompt_is_answered_from_the_store(
     wait_for(lambda: left.counters().get(f"hit.{tier}.tokens", 0) - before >= len(LONG) - 1)
 
 
-def test_the_answer_of_the_last_turn_is_there_in_the_next(fresh: Engine, left: Place, expected: dict[str, Any]) -> None:
+def test_the_answer_of_the_last_turn_is_there_in_the_next(fresh: Engine, seed: int) -> None:
+    asked = prompt(500, seed)
+    said = fresh.generate(asked, tokens=24)[0]["ids"]
+    fresh.generate(prompt(20, seed + 1))  # another step, in which the end of the answer is saved
     fresh.do("reset")
-    turn = [*LONG, *expected["ids"], *prompt(20, 5)]
     # the last token of an answer was never run through the model
-    assert fresh.generate(turn)[0]["cached"] == len(LONG) + len(expected["ids"]) - 1
+    assert fresh.generate([*asked, *said, *prompt(20, seed + 2)])[0]["cached"] == len(asked) + len(said) - 1
 
 
-def test_what_diverges_inside_a_block_is_used_to_the_token(fresh: Engine, plain: Engine) -> None:
+def test_what_diverges_inside_a_block_is_used_to_the_token(fresh: Engine, plain: Engine, seed: int) -> None:
     fresh.do("reset")
-    asked = [*LONG[:1000], *prompt(50, 6)]
+    asked = [*LONG[:1000], *prompt(50, seed + 3)]
     answer = fresh.generate(asked)[0]
     assert answer["cached"] == 1000
     assert answer["ids"] == plain.generate(asked)[0]["ids"]
 
 
-def test_salts_do_not_see_each_other(fresh: Engine) -> None:
+def test_salts_do_not_see_each_other(fresh: Engine, seed: int) -> None:
     fresh.do("reset")
-    assert fresh.generate(LONG, salts=["b"])[0]["cached"] == 0
+    assert fresh.generate(LONG, salts=[f"b {seed}"])[0]["cached"] == 0
     fresh.do("reset")
-    assert [fresh.generate(LONG, salts=[salt])[0]["cached"] for salt in "ba"] == [len(LONG) - 1] * 2
+    assert [fresh.generate(LONG, salts=[salt])[0]["cached"] for salt in (f"b {seed}", "a")] == [len(LONG) - 1] * 2
 
 
 @pytest.mark.parametrize("block", [0, 7])
 def test_a_damaged_block_is_recomputed(fresh: Engine, left: Place, expected: dict[str, Any], block: int) -> None:
+    before = left.counters().get("miss.checksum.tokens", 0)
     left.damage(LONG, block)
     fresh.do("reset")
     answer = fresh.generate(LONG, tokens=24)[0]
     assert answer["ids"] == expected["ids"]
-    wait_for(lambda: left.counters().get("miss.checksum.tokens", 0) > 0)
+    wait_for(lambda: left.counters().get("miss.checksum.tokens", 0) > before)
     fresh.do("reset")
     again = fresh.generate(LONG, tokens=24)[0]
     assert again["ids"] == expected["ids"]
@@ -117,13 +132,3 @@ def test_after_a_reset_of_the_connector_nothing_older_is_used(fresh: Engine) -> 
     assert fresh.generate(LONG)[0]["cached"] == 0
     fresh.do("reset")
     assert fresh.generate(LONG)[0]["cached"] == len(LONG) - 1
-
-
-def wait_for(condition: Any) -> None:
-    """Until it holds; counters are shared once a second."""
-    import time
-
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until, "it never came true"
-        time.sleep(0.2)

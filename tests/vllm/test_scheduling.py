@@ -50,7 +50,7 @@ class Bench:
         self.bench, self.store = bench, bench.store
         self.engine = EngineLayout(LAYOUT.to_json(), Arrangement.SIDES, PAGE, "test")
         self.half = SchedulerHalf(self.store, Gate(), later_bytes=1 << 30, announce=True, say=lambda *said: None)
-        assert self.half.greet([Hello(self.engine)]) is None
+        self.half.greet([Hello(self.engine)])
         self.layout = self.engine.with_traits(Whose().traits())
 
     def keep(self, ids: Any, salt: str = "") -> None:
@@ -69,29 +69,41 @@ class Bench:
         new: dict[str, list[int]] | None = None,
         going: dict[str, list[int]] | None = None,
         preempted: tuple[str, ...] = (),
+        computed: int = 0,
     ) -> Any:
-        """Orders of a step: pages by request that is new, or goes on."""
+        """Orders of a step: pages by request that is new, or goes on. computed: tokens of each that the engine has."""
         new, going = new or {}, going or {}
         return self.half.orders(
             SimpleNamespace(
                 preempted_req_ids=set(preempted),
-                scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in new.items()],
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, block_ids=(ids,), num_computed_tokens=computed)
+                    for name, ids in new.items()
+                ],
                 scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=list(going), new_block_ids=[(ids,) for ids in going.values()], resumed_req_ids=set()
+                    req_ids=list(going),
+                    new_block_ids=[(ids,) for ids in going.values()],
+                    num_computed_tokens=[computed for _ in going],
+                    resumed_req_ids=set(),
                 ),
                 total_num_scheduled_tokens=1 if new or going else 0,
             )
         )
 
     def answer(
-        self, step: int, failed: tuple[str, ...] = (), bad: tuple[int, ...] = (), stored: tuple[Any, ...] = ()
+        self,
+        step: int,
+        failed: tuple[str, ...] = (),
+        bad: tuple[int, ...] = (),
+        stored: tuple[Any, ...] = (),
+        loads: tuple[Any, ...] = (),
     ) -> None:
         """The step's outcome."""
         from kvstore.adapters.vllm.messages import Answer
 
         self.half.answered(
             SimpleNamespace(
-                kv_connector_worker_meta=Answer(step, frozenset(failed), stored=stored),
+                kv_connector_worker_meta=Answer(step, frozenset(failed), loads, stored=stored),
                 invalid_block_ids=set(bad),
                 finished_recving=None,
             )
@@ -225,10 +237,51 @@ def test_requests_that_tokens_do_not_describe_are_left_alone(bench: Bench, trait
 def test_ranks_that_disagree_are_refused(bench: Bench) -> None:
     from dataclasses import replace
 
+    from kvstore.adapters.vllm.layout import Refused
     from kvstore.adapters.vllm.messages import Hello
 
-    assert bench.half.greet([Hello(bench.engine), Hello(replace(bench.engine, page=8))]) == "layout"
-    assert bench.half.greet([Hello(bench.engine), Hello(refused="dtype")]) == "dtype"
+    for other, reason in ((Hello(replace(bench.engine, page=8)), "layout"), (Hello(refused="dtype"), "dtype")):
+        with pytest.raises(Refused) as refused:
+            bench.half.greet([Hello(bench.engine), other])
+        assert refused.value.reason == reason
+
+
+def test_a_model_whose_blocks_do_not_fit_is_refused_at_the_start(bench: Bench) -> None:
+    from dataclasses import replace
+
+    from kvstore.adapters.vllm.layout import Refused
+    from kvstore.adapters.vllm.messages import Hello
+
+    large = replace(LAYOUT, block_tokens=4096).to_json()
+    with pytest.raises(Refused, match="ram_segment_bytes") as refused:
+        bench.half.greet([Hello(replace(bench.engine, layout=large))])
+    assert refused.value.reason == "budget"
+
+
+@pytest.mark.parametrize(("position", "again"), [(69, 0), (70, 0), (48, 21), (0, 69)])
+def test_what_was_loaded_and_is_computed_again_is_counted_once(bench: Bench, position: int, again: int) -> None:
+    from kvstore.adapters.vllm.messages import Measured
+
+    ids = tokens_of(1, 70)
+    bench.keep(ids)
+    request = Request("a", ids)
+    bench.half.match(request, 0)
+    bench.half.allocated(request, (list(range(18)),), 69)
+    orders = bench.step(new={"a": list(range(18))}, computed=69)
+    bench.answer(orders.step, loads=(Measured("a", 69, {"ram": 69}, 1000, 0.1),))
+    for _ in range(2):
+        bench.step(going={"a": []}, computed=position)
+    assert bench.store.stats().counters.get("recomputed.tokens", 0) == again
+
+
+def test_of_ranks_the_slowest_load_counts_and_the_furthest_token() -> None:
+    from kvstore.adapters.vllm.messages import Answer, Measured
+
+    ours = Answer(3, loads=(Measured("a", 64, {"ram": 64}, 1000, 0.1), Measured("b", 8, {"ram": 8}, 10, 0.3)))
+    theirs = Answer(3, frozenset("a"), loads=(Measured("a", 16, {"ram": 16}, 500, 0.2),))
+    both = ours.aggregate(theirs)
+    assert both.failed == {"a"}
+    assert both.loads == (Measured("a", 64, {"ram": 16}, 500, 0.2), Measured("b", 8, {"ram": 8}, 10, 0.3))
 
 
 def test_whole_blocks_are_announced_once_they_are_stored(bench: Bench) -> None:

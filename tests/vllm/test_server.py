@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not is_complete(model_folder()), reason="the demo's model is not here: run tools/demo once"),
 ]
+ROOM = {"ram": "512MiB", "nvme": "1GiB", "ram_segment_bytes": "64MiB", "nvme_segment_bytes": "64MiB"}
 STORY = "Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 40
 QUESTION = {"role": "user", "content": f"{STORY}\nWho had three sons?"}
 
@@ -42,7 +43,7 @@ class Server:
             "kv_connector_module_path": "kvstore.adapters.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**place.settings, "ram": "512MiB", "nvme": "1GiB"},
+            "kv_connector_extra_config": {**place.settings, **ROOM},
         }
         flags = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "2304", "--enable-prompt-tokens-details"]
         self._log = (place.path.parent / f"server-{self.port}.log").open("w+")

@@ -1,0 +1,242 @@
+"""What the vLLM connector gains and costs: first tokens cold, from the engine's own cache, from `ram` and from `nvme`.
+
+The limit is the engine's own cache, plus the loaded bytes at the rate of memcpy or of the raw disk in the same run. All
+sides alternate. Must not know vLLM: engines run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import kvstore
+from kvstore.errors import KVStoreError, MissingExtraError, NotFoundError
+from kvstore.settings import Settings
+from kvstore.sizes import MIB
+from kvstore.store import Store
+from kvstore.tools.bench_vllm_worker import MARK, Connector
+from kvstore.tools.media import Media
+from kvstore.tools.ratios import Figure, Target, figure
+from kvstore.tools.scratch import scratch_folder
+
+TOKENS = 15 * 128 + 1
+"""Whole pages and one token: with a longer rest to run, the rest is what is measured."""
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 96, 4
+RAM, NVME = Target(1.25, at_most=True), Target(1.4, at_most=True)
+EXAMPLE, MISS = Target(1.0, at_most=True), Target(0.03, at_most=True)
+FLUSH_S = 120.0
+Step = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """model: a folder. folder: on the disk to be measured; nothing stays there. rounds: of first tokens. pairs: of
+    throughput with and without the connector."""
+
+    model: Path
+    folder: Path
+    rounds: int
+    pairs: int
+
+
+class Engine:
+    """A worker process. Raises KVStoreError when it does not come up, with the end of what it said."""
+
+    def __init__(self, model: Path, connector: Connector, extra: dict[str, Any], folder: Path) -> None:
+        self.cached = 0
+        self._log = (folder / f"{connector}.log").open("w+")
+        given = {"model": str(model), "connector": connector, "extra": extra, "longest": TOKENS + 127}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "kvstore.tools.bench_vllm_worker", json.dumps(given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            cwd=folder,
+        )
+        self._answer()
+
+    def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int = 1) -> float:
+        """Seconds until all are answered; ``cached`` then says how many of their tokens were not computed."""
+        answer = self._do("ask", prompts=[list(ids) for ids in prompts], new_tokens=new_tokens)
+        self.cached = int(sum(answer["cached"]))
+        return float(answer["seconds"])
+
+    def reused(self, ids: Sequence[int]) -> float:
+        """Seconds until a prompt is answered of which all but the last token is there. Raises KVStoreError if not."""
+        seconds = self.ask([ids])
+        if self.cached != len(ids) - 1:
+            raise KVStoreError(f"{self.cached} of {len(ids)} tokens were reused", "this is a defect: report it")
+        return seconds
+
+    def reset(self) -> None:
+        """Empty the engine's own cache."""
+        self._do("reset")
+
+    def _do(self, verb: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([verb, arguments]) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        self._log.seek(0)
+        raise KVStoreError(f"the engine ended: {self._log.read()[-2000:]}", "run it where vLLM works")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
+        self._log.close()
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds of every round."""
+
+    cold: list[float] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    ram: list[float] = field(default_factory=list)
+    nvme: list[float] = field(default_factory=list)
+    example: list[float] = field(default_factory=list)
+    memcpy: list[float] = field(default_factory=list)
+    raw_read: list[float] = field(default_factory=list)
+
+
+def require_vllm() -> None:
+    """Raises MissingExtraError where vLLM is not installed."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is found too, without an origin
+        raise MissingExtraError("vLLM is not installed here", "run it from .venv-vllm, which tools/test --vllm makes")
+
+
+def measure(plan: Plan, step: Step) -> dict[str, Any]:
+    """All figures. Raises MissingExtraError without vLLM, NotFoundError without the model."""
+    require_vllm()
+    vocabulary = _vocabulary(plan.model)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder(plan.folder))
+        settings = Settings.resolve(scratch / "store", ram=1024 * MIB, nvme=2048 * MIB, hbm=0)
+        store = stack.enter_context(kvstore.open(settings.path, settings=settings))
+        extra = {"path": str(settings.path), "ram": settings.ram, "nvme": settings.nvme, "gate": False}
+        ours = stack.enter_context(Engine(plan.model, "kvstore", extra, scratch))
+        example = {"shared_storage_path": str(scratch / "example")}
+        with Engine(plan.model, "example", example, scratch) as other:
+            samples, size = _first_tokens(ours, other, store, vocabulary, plan.rounds, step)
+        with Engine(plan.model, "none", {}, scratch) as bare:
+            overhead = _misses(ours, bare, vocabulary, plan.pairs, step)
+    return _figures(samples, overhead, size)
+
+
+def _first_tokens(
+    ours: Engine, example: Engine, store: Store, vocabulary: int, rounds: int, step: Step
+) -> tuple[Samples, int]:
+    samples = Samples()
+    media: Media | None = None
+    size = 0
+    with ExitStack() as stack:
+        for index in range(rounds + 1):  # the first one is thrown away: memory is touched, files are open
+            kept = samples if index else Samples()
+            ids = _ids(index, TOKENS, vocabulary)
+            _ours(kept, ours, store, ids)
+            if media is None:
+                layout = max((use.layout for use in store.namespaces()), key=lambda layout: layout.token_bytes())
+                size = layout.token_bytes() * (TOKENS - 1)
+                media = stack.enter_context(Media(store.settings, layout, size))
+            kept.memcpy.append(media.copy_out())
+            kept.raw_read.append(media.raw_read())
+            example.ask([ids])
+            example.reset()
+            kept.example.append(example.reused(ids))
+            step("first tokens", index, rounds)
+    return samples, size
+
+
+def _ours(kept: Samples, engine: Engine, store: Store, ids: Sequence[int]) -> None:
+    """One prompt: cold, from the engine's own cache, from `ram`, from `nvme`."""
+    kept.cold.append(engine.ask([ids]))
+    engine.ask([ids[:8]])  # one more step, in which what the last one left is saved
+    kept.local.append(engine.reused(ids))
+    store.flush(FLUSH_S)
+    engine.reset()
+    kept.ram.append(engine.reused(ids))
+    engine.reset()
+    store.evict(everything=True, tier="ram")
+    kept.nvme.append(engine.reused(ids))
+
+
+def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step) -> list[float]:
+    """For every pair, by what share the engine with the store takes longer on prompts that all miss."""
+    found: list[float] = []
+    for index in range(pairs + 1):
+        prompts = [_ids(10_000 + PROMPTS * index + at, PROMPT_TOKENS, vocabulary) for at in range(PROMPTS)]
+        pair = (ours, bare) if index % 2 else (bare, ours)
+        took = {engine: engine.ask(prompts, NEW_TOKENS) for engine in pair}
+        step("misses", index, pairs)
+        if index:
+            found.append(took[ours] / took[bare] - 1)
+    return found
+
+
+def _figures(samples: Samples, overhead: list[float], size: int) -> dict[str, Any]:
+    compared: dict[str, Figure] = {
+        "ram_over_limit": figure(_over(samples.ram, samples.local, samples.memcpy), RAM),
+        "nvme_over_limit": figure(_over(samples.nvme, samples.local, samples.raw_read), NVME),
+        "ram_over_example": figure(_over(samples.ram, samples.example), EXAMPLE),
+        "miss_overhead": figure(overhead, MISS),
+    }
+    seconds = {
+        "cold_ttft_s": samples.cold,
+        "local_cache_ttft_s": samples.local,
+        "ram_ttft_s": samples.ram,
+        "nvme_ttft_s": samples.nvme,
+        "example_connector_ttft_s": samples.example,
+        "memcpy_s": samples.memcpy,
+        "raw_read_s": samples.raw_read,
+    }
+    figures = {**{name: figure(taken) for name, taken in seconds.items()}, **compared}
+    return {
+        **{name: found.median for name, found in figures.items()},
+        "samples": {name: found.to_dict() for name, found in figures.items()},
+        "tokens": TOKENS,
+        "bytes": size,
+    }
+
+
+def _over(ours: Iterable[float], *limits: Iterable[float]) -> list[float]:
+    """Ours over the sum of the limits, round by round."""
+    return [took / sum(parts) for took, *parts in zip(ours, *limits, strict=True)]
+
+
+def _vocabulary(model: Path) -> int:
+    try:
+        return int(json.loads((model / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotFoundError(f"{model} has no config.json with a vocab_size", "name a model's folder") from error
+
+
+def _ids(seed: int, count: int, vocabulary: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(vocabulary // 8, vocabulary, count).tolist()
+    return ids
