@@ -256,13 +256,15 @@ class _Served:
         self.media.append(FaultMedium(medium))
         return self.media[-1]
 
-    def inject(self, **faults: list[list[str]]) -> int:
-        """From now on these faults, ``[operation, effect]`` by tier, and no others; how many there were before."""
-        before = sum(medium.injected() for medium in self.media)
+    def inject(self, **faults: list[list[str]]) -> None:
+        """From now on these faults, ``[operation, effect]`` by tier, and no others."""
         for medium in self.media:
             rules = faults.get(medium.name, [])
             medium.inject(FaultRule(Operation[operation], Effect[effect]) for operation, effect in rules)
-        return before
+
+    def injected(self) -> int:
+        """How many faults there have been."""
+        return sum(medium.injected() for medium in self.media)
 
     def generate(
         self,

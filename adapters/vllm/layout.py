@@ -107,7 +107,7 @@ def describe(config: Any, cache: Any, tensors: Mapping[str, torch.Tensor], layer
         config.parallel_config.tensor_parallel_size,
     )
     label = str(config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
-    return EngineLayout(layout.to_json(), arrangement, spec.block_size, label)
+    return EngineLayout(layout.to_json(), arrangement, spec.block_size, f"{label} (vllm)")
 
 
 def _traits(config: Any, arrangement: Arrangement) -> dict[str, str]:

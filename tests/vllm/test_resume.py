@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Engine, Place, prompt, wait_for
+from engines import ROOT, Engine, Place, prompt, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -15,7 +20,7 @@ OTHERS = [prompt(300 + 37 * at, 10 + at) for at in range(6)]
 
 
 @pytest.fixture(scope="module")
-def left(tiny: Any, place: Place) -> Place:
+def left(tiny: Path, place: Place) -> Place:
     """A store that an engine left behind; it ended in order."""
     with Engine(tiny, place.settings) as engine:
         assert engine.generate(LONG, tokens=24)[0]["cached"] == 0
@@ -32,7 +37,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def fresh(mode: str, tiny: Any, left: Place) -> Iterator[Engine]:
+def fresh(mode: str, tiny: Path, left: Place) -> Iterator[Engine]:
     """Another engine over it."""
     with Engine(tiny, left.settings, processes=mode == "processes") as engine:
         yield engine
@@ -125,6 +130,63 @@ def test_metrics_tell_hits_by_tier(fresh: Engine) -> None:
     assert metrics["vllm:external_prefix_cache_hits"] > 0
     assert metrics["vllm:kvstore_hit_tokens{tier=ram}"] > 0
     assert metrics["vllm:kvstore_asked_tokens"] >= metrics["vllm:kvstore_hit_tokens{tier=ram}"]
+
+
+TRANSFORMERS = """
+import json, sys
+import torch
+from transformers import LlamaForCausalLM
+import kvstore
+from kvstore.adapters.transformers import attach
+
+settings, model, ids = json.loads(sys.argv[1]), LlamaForCausalLM.from_pretrained(sys.argv[2]), json.loads(sys.argv[3])
+with kvstore.open(**settings) as store, attach(model.eval(), store) as kv:
+    model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
+    print(json.dumps(kv.last.reused_tokens))
+"""
+
+
+def transformers_reuse(tiny: Path, place: Place, ids: list[int]) -> int:
+    """Tokens of a prompt that a new process with transformers did not have to compute."""
+    told = subprocess.run(
+        [sys.executable, "-c", TRANSFORMERS, json.dumps(place.settings), str(tiny), json.dumps(ids)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    reused: int = json.loads(told.stdout.splitlines()[-1])
+    return reused
+
+
+def kvstore_tells(place: Place, command: str) -> dict[str, Any]:
+    """What a command says of the store, as JSON."""
+    told = subprocess.run(
+        [sys.executable, "-m", "kvstore.tools.cli", command, "--path", str(place.path), "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "KVSTORE_RAM_DIRECTORY": str(place.shm)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(told.stdout)
+    return answer
+
+
+def test_one_directory_serves_transformers_and_vllm_at_once(fresh: Engine, left: Place, tiny: Path, seed: int) -> None:
+    ids = prompt(600, seed + 10)
+    before = kvstore_tells(left, "stats")["hit_tokens"].get("ram", 0)
+    assert fresh.generate(ids)[0]["cached"] == 0
+    fresh.generate(prompt(20, seed + 11))
+    assert transformers_reuse(tiny, left, ids) == 0, "their KV differs in its last bits, so it is not shared"
+    fresh.do("reset")
+    assert transformers_reuse(tiny, left, ids) == len(ids) - 1
+    assert fresh.generate(ids)[0]["cached"] == len(ids) - 1
+    fresh.generate(prompt(20, seed + 11))
+    wait_for(lambda: kvstore_tells(left, "stats")["hit_tokens"].get("ram", 0) - before >= 2 * (len(ids) - 1))
+    listed = kvstore_tells(left, "ls")["namespaces"]
+    labels = {space["label"] for space in listed if space["tiers"]["ram"]["blocks"] and not space["salt"]}
+    assert {tiny.name, f"{tiny.name} (vllm)"} <= labels
 
 
 def test_after_a_reset_of_the_connector_nothing_older_is_used(fresh: Engine) -> None:
