@@ -69,7 +69,6 @@ class Orders(KVConnectorMetadata):
     saves: Sequence[Save] = ()
     loads: Sequence[Load] = ()
     later: Sequence[Load] = ()
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +89,14 @@ class Measured:
 class Answer(KVConnectorWorkerMetadata):
     """What workers say after a step. failed: requests of which something could not be loaded.
 
-    prefill: tokens and seconds of the step's forward. stored: saves that are over, by request, tokens, and whether
-    anything new was stored.
+    loading_s: seconds for which the step's forward waited for loads. stored: saves that are over, by request, tokens, and
+    whether anything new was stored.
     """
 
     step: int
     failed: frozenset[str] = frozenset()
     loads: tuple[Measured, ...] = ()
-    prefill: tuple[int, float] = (0, 0.0)
+    loading_s: float = 0.0
     stored: tuple[tuple[str, int, bool], ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Answer:
@@ -108,7 +107,7 @@ class Answer(KVConnectorWorkerMetadata):
             step=min(self.step, other.step),
             failed=self.failed | other.failed,
             loads=_slowest(self.loads, other.loads),
-            prefill=max(self.prefill, other.prefill, key=lambda entry: entry[1]),
+            loading_s=max(self.loading_s, other.loading_s),
         )
 
 

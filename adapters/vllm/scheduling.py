@@ -16,10 +16,11 @@ from kvstore.adapters.vllm.announcing import Announcements
 from kvstore.adapters.vllm.files import weights_digest
 from kvstore.adapters.vllm.layout import EngineLayout, Refused
 from kvstore.adapters.vllm.messages import Answer, Hello, Load, Orders, Save, Whose
+from kvstore.adapters.vllm.prefills import Prefills, Ran
 from kvstore.adapters.vllm.spaces import Spaces
 from kvstore.adapters.vllm.tracked import Claim, Tracked
 from kvstore.errors import BudgetError, KVStoreError
-from kvstore.events import Cause, Fault, Miss, Recomputed, Refusal
+from kvstore.events import Cause, Fault, Miss, Prefilled, Refusal
 from kvstore.gate import Gate
 from kvstore.host import boottime_ns
 from kvstore.match import Match
@@ -53,6 +54,7 @@ class SchedulerHalf:
         self._loads: list[tuple[Load, bool]] = []
         self._before: list[Save] = []
         self._taken: dict[str, tuple[int, Claim]] = {}
+        self._prefills = Prefills()
 
     def greet(self, hellos: Iterable[Hello]) -> None:
         """Take the layout that all ranks agree on. Raises Refused where there is none, or no room for it."""
@@ -119,6 +121,7 @@ class SchedulerHalf:
         self._step += 1
         for name in output.preempted_req_ids or ():
             self._preempted(name)
+        self._prefills.ordered(self._step, output.total_num_scheduled_tokens, self._prompts(output))
         saves = tuple(self._scheduled(output))
         loads, self._loads = self._loads, []
         before, self._before = self._before, []
@@ -129,7 +132,6 @@ class SchedulerHalf:
             saves=saves,
             loads=tuple(order for order, later in loads if not later),
             later=tuple(order for order, later in loads if later),
-            tokens=output.total_num_scheduled_tokens,
         )
 
     def answered(self, output: Any) -> None:
@@ -147,8 +149,10 @@ class SchedulerHalf:
                     tracked.restored = load.tokens
             if self._announcements is not None:
                 self._announcements.settled(answer.stored)
-            if answer.prefill[0]:
-                self.gate.computed(*answer.prefill)
+            outcome = self._prefills.settled(answer.step, answer.loading_s, answer.failed)
+            self.gate.computed(outcome.tokens, outcome.seconds)
+            for tracked in outcome.over:
+                self._prefilled(tracked)
             over = {name for name, (step, claim) in self._taken.items() if step <= self._settled and not claim.later}
             self._release(over)
         self._release(output.finished_recving or ())
@@ -287,14 +291,14 @@ class SchedulerHalf:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks, tracked.admitted = list(new.block_ids[0]), self._step
-                self._resumes(tracked, new.num_computed_tokens)
+                tracked.resumes(new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         followed = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for name, fresh, computed in followed:
             tracked = self._tracked.get(name)
             if tracked is None:
                 continue
-            self._resumes(tracked, computed)
+            tracked.resumes(computed)
             if name in cached.resumed_req_ids:
                 tracked.blocks, tracked.admitted = list(fresh[0]) if fresh else [], self._step
                 continue
@@ -318,19 +322,32 @@ class SchedulerHalf:
             self._before += self._ordered(tracked, tracked.final)
         tracked.blocks, tracked.final = [], 0
 
-    def _resumes(self, tracked: Tracked, position: int) -> None:
-        """Count what was loaded for nothing."""
-        again = tracked.resumes(position)
-        if again:
-            self._store.events.emit(Recomputed(again))
+    def _prompts(self, output: Any) -> list[Ran]:
+        """Requests of whose prompts something runs in this step."""
+        found: list[Ran] = []
+        for name, count in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(name)
+            left = tracked.request.num_prompt_tokens - tracked.request.num_computed_tokens if tracked is not None else 0
+            if tracked is not None and left > 0:
+                found.append((tracked, count, count >= left))
+        return found
+
+    def _prefilled(self, tracked: Tracked) -> None:
+        self._store.events.emit(Prefilled(ADAPTER, *tracked.prefilled(), self._root(tracked)))
 
     def _missed(self, tracked: Tracked, tokens: int) -> None:
         """Count what the store could not give, once a request."""
         if not tracked.missed and tokens > 0:
-            tracked.missed = True
-            self._store.events.emit(Miss(Cause.LIMIT, 1))
+            tracked.missed, root = True, self._root(tracked)
+            self._store.events.emit(Miss(Cause.LIMIT, 1, root))
             if tokens > 1:
-                self._store.events.emit(Miss(Cause.REFUSED if tracked.reason else Cause.ABSENT, tokens - 1))
+                self._store.events.emit(Miss(Cause.REFUSED if tracked.reason else Cause.ABSENT, tokens - 1, root))
+
+    def _root(self, tracked: Tracked) -> bytes:
+        """The request's namespace; empty where it has none."""
+        if self._spaces is None or tracked.whose is None:
+            return b""
+        return self._spaces.of(tracked.whose).root
 
 
 def _beyond(match: Match, computed: int) -> dict[str, int]:

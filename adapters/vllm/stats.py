@@ -11,6 +11,14 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+_RERUN = "prefill.vllm.rerun.tokens"
+_SHORTER = {
+    _RERUN: "rerun.tokens",
+    "prefill.vllm.tokens": "prefill.tokens",
+    "prefill.vllm.microseconds": "prefill.microseconds",
+}
+"""Counters that name the adapter, which these need not."""
+
 
 class ConnectorStats(KVConnectorStats):
     """Counts by dotted name."""
@@ -33,7 +41,7 @@ class ConnectorStats(KVConnectorStats):
         return {
             "kvstore asked tokens": asked,
             "hit tokens": hits,
-            "recomputed tokens": self.data.get("recomputed.tokens", 0),
+            "loaded and run again": self.data.get(_RERUN, 0),
             "loaded MB": round(size / 1e6, 1),
             "load GB/s": round(size / spent / 1e3, 2) if spent else 0.0,
             "saved MB": round(_sum(self.data, "save.", ".bytes") / 1e6, 1),
@@ -47,7 +55,8 @@ class ConnectorStats(KVConnectorStats):
 _FAMILIES = {
     "hit": ("tier", "Tokens, bytes and microseconds served from the store"),
     "miss": ("cause", "Tokens that the store was asked for and did not serve"),
-    "recomputed": ("", "Tokens that were served and that the engine computed again"),
+    "prefill": ("", "Prompts that ran, as far as they were not found"),
+    "rerun": ("", "Tokens that were served, and run again all the same"),
     "save": ("tier", "Blocks, bytes and microseconds saved to the store"),
     "gate": ("reason", "Decisions to load or to run again"),
     "asked": ("", "Tokens that the store was asked for"),
@@ -72,7 +81,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what was counted."""
         for name, amount in transfer_stats_data.items():
-            family, *middle, unit = name.split(".")
+            family, *middle, unit = _SHORTER.get(name, name).split(".")
             metric, label = self._metrics.get(f"{family}.{unit}", (None, ""))
             if metric is None or bool(label) != bool(middle):
                 continue

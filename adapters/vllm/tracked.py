@@ -48,7 +48,8 @@ class Tracked:
     given pages. final: tokens whose KV will not change. saved: tokens that were handed to a save. loading: pages are
     being filled while it waits. failed: a load of it failed, so it is never claimed for again. tainted: its pages may
     hold what a failed load left, so nothing of it is saved. missed: what the store could not give is counted.
-    restored: tokens, from its start on, that a load brought and the engine has not computed again.
+    restored: tokens, from its start on, that a load brought and the engine has not computed again. ran, ran_s, rerun:
+    tokens of its prompt that ran, in how many seconds, and those among them that a load had brought.
     """
 
     request: Any
@@ -65,6 +66,9 @@ class Tracked:
     tainted: bool = False
     missed: bool = False
     restored: int = 0
+    ran: int = 0
+    ran_s: float = 0.0
+    rerun: int = 0
 
     def tokens(self, count: int) -> Tokens:
         """The first ``count`` token ids, prompt and answer."""
@@ -81,11 +85,18 @@ class Tracked:
             self.claim.release()
             self.claim = None
 
-    def resumes(self, position: int) -> int:
-        """The engine goes on at ``position``: how many tokens before it computes that a load had brought."""
+    def resumes(self, position: int) -> None:
+        """The engine goes on at ``position``, whatever a load brought past it."""
         again = max(0, self.restored - position)
         self.restored -= again
-        return again
+        self.rerun += again
+
+    def prefilled(self) -> tuple[int, int, float, bool]:
+        """Its prompt has run: tokens run again, tokens run, seconds, and whether nothing of it was reused."""
+        whole = not self.rerun and self.ran >= int(self.request.num_prompt_tokens)
+        told = self.rerun, self.ran, self.ran_s, whole
+        self.rerun, self.ran, self.ran_s = 0, 0, 0.0
+        return told
 
     def due(self, block_tokens: int) -> int:
         """How many tokens to save now: all at the prompt's end, later by whole blocks; 0 for nothing new."""

@@ -43,7 +43,7 @@ class WorkerHalf:
         self._saves: list[Future[None]] = []
         self._later: dict[str, tuple[Load, Future[int]]] = {}
         self._orders = Orders()
-        self._began = self._loading_s = 0.0
+        self._loading_s = 0.0
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._measured: list[Measured] = []
@@ -59,7 +59,7 @@ class WorkerHalf:
     def begin(self, orders: Orders) -> None:
         """The step begins."""
         self._pages.note_lane()
-        self._orders, self._began, self._loading_s = orders, time.perf_counter(), 0.0
+        self._orders, self._loading_s = orders, 0.0
         self._saves = [self._saver.submit(self._save, save) for save in orders.saves]
 
     def load(self) -> None:
@@ -97,8 +97,7 @@ class WorkerHalf:
         failed, self._failed = frozenset(self._failed), set()
         loads, self._measured = tuple(self._measured), []
         stored, self._stored = tuple(self._stored), []
-        spent = time.perf_counter() - self._began - self._loading_s
-        return Answer(self._orders.step, failed, loads, (self._orders.tokens, max(spent, 0.0)), stored)
+        return Answer(self._orders.step, failed, loads, self._loading_s, stored)
 
     def close(self) -> None:
         """Finish what runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from stores import LAYOUT, StoreBench, StoreMaker, kv_of, tokens_of
 
+from kvstore.events import Prefilled
 from kvstore.index import Database
 from kvstore.kv import HostKV
 
@@ -70,8 +72,9 @@ class Bench:
         going: dict[str, list[int]] | None = None,
         preempted: tuple[str, ...] = (),
         computed: int = 0,
+        run: int = 1,
     ) -> Any:
-        """Orders of a step: pages by request that is new, or goes on. computed: tokens of each that the engine has."""
+        """Orders of a step: pages by request that is new, or goes on; of each ``run`` tokens past ``computed`` run."""
         new, going = new or {}, going or {}
         return self.half.orders(
             SimpleNamespace(
@@ -86,7 +89,8 @@ class Bench:
                     num_computed_tokens=[computed for _ in going],
                     resumed_req_ids=set(),
                 ),
-                total_num_scheduled_tokens=1 if new or going else 0,
+                num_scheduled_tokens=dict.fromkeys((*new, *going), run),
+                total_num_scheduled_tokens=run * len((*new, *going)),
             )
         )
 
@@ -258,8 +262,8 @@ def test_a_model_whose_blocks_do_not_fit_is_refused_at_the_start(bench: Bench) -
     assert refused.value.reason == "budget"
 
 
-@pytest.mark.parametrize(("position", "again"), [(69, 0), (70, 0), (48, 21), (0, 69)])
-def test_what_was_loaded_and_is_computed_again_is_counted_once(bench: Bench, position: int, again: int) -> None:
+@pytest.mark.parametrize("position", [69, 48, 0])
+def test_what_was_loaded_and_is_run_again_is_counted(bench: Bench, position: int) -> None:
     from kvstore.adapters.vllm.messages import Measured
 
     ids = tokens_of(1, 70)
@@ -267,11 +271,43 @@ def test_what_was_loaded_and_is_computed_again_is_counted_once(bench: Bench, pos
     request = Request("a", ids)
     bench.half.match(request, 0)
     bench.half.allocated(request, (list(range(18)),), 69)
+    request.num_computed_tokens = 69
     orders = bench.step(new={"a": list(range(18))}, computed=69)
-    bench.answer(orders.step, loads=(Measured("a", 69, {"ram": 69}, 1000, 0.1),))
-    for _ in range(2):
-        bench.step(going={"a": []}, computed=position)
-    assert bench.store.stats().counters.get("recomputed.tokens", 0) == again
+    bench.answer(orders.step, failed=("a",), loads=(Measured("a", 69, {"ram": 69}, 1000, 0.1),))
+    request.num_computed_tokens = position
+    orders = bench.step(going={"a": []}, computed=position, run=70 - position)
+    bench.answer(orders.step)
+    request.num_computed_tokens = 70
+    bench.answer(bench.step(going={"a": []}, computed=70).step)
+    counters = bench.store.stats().counters
+    assert counters.get("prefill.vllm.rerun.tokens", 0) == 69 - position
+    assert counters["prefill.vllm.tokens"] == 70 - position
+
+
+def test_prompts_that_were_not_found_tell_how_fast_they_run(bench: Bench) -> None:
+    happened: list[Any] = []
+    bench.store.events.subscribe(happened.append)
+    one, other = Request("a", tokens_of(2, 100)), Request("b", tokens_of(3, 300))
+    for request in (one, other):
+        bench.half.match(request, 0)
+        bench.half.allocated(request, (list(range(75)),), 0)
+    orders = bench.step(new={"a": list(range(75)), "b": list(range(75))}, run=100)
+    one.num_computed_tokens = other.num_computed_tokens = 100
+    time.sleep(0.02)
+    bench.half.finished(one, (list(range(75)),))  # told before the outcome of the step in which it ended
+    bench.answer(orders.step)
+    orders = bench.step(going={"b": []}, computed=100, run=200)
+    other.num_computed_tokens = 300
+    bench.answer(orders.step)
+    told = [event for event in happened if isinstance(event, Prefilled)]
+    assert [(event.adapter, event.rerun, event.computed, event.whole) for event in told] == [
+        ("vllm", 0, 100, True),
+        ("vllm", 0, 300, True),
+    ]
+    assert 0.01 <= told[0].seconds <= told[1].seconds, "half of the first step each"
+    assert bench.half.gate.decide({"ram": 64}, 1 << 20).why == "unmeasured", "no load was measured"
+    bench.half.gate.loaded({"ram": 100}, 1 << 20, 1e-6)
+    assert bench.half.gate.decide({"ram": 64}, 1 << 20).why == "faster"
 
 
 def test_of_ranks_the_slowest_load_counts_and_the_furthest_token() -> None:

@@ -11,30 +11,40 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
 from engines import ENVIRONMENT, ROOT, Place
 
-from kvstore.tools.model import is_complete, model_folder
+from kvstore.errors import NotFoundError
+from kvstore.tools.model import obtain
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.model,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not is_complete(model_folder()), reason="the demo's model is not here: run tools/demo once"),
 ]
 ROOM = {"ram": "512MiB", "nvme": "1GiB", "ram_segment_bytes": "64MiB", "nvme_segment_bytes": "64MiB"}
-STORY = "Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 40
+STORY = "Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 88
 QUESTION = {"role": "user", "content": f"{STORY}\nWho had three sons?"}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """A real one: the demo's."""
+    try:
+        return obtain()
+    except NotFoundError as error:
+        pytest.skip(f"no real model: {error.problem}")
 
 
 class Server:
     """The server, on a port of its own."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, model: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -49,7 +59,7 @@ class Server:
         self._log = (place.path.parent / f"server-{self.port}.log").open("w+")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder())),
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
                 *("--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port), *flags),
                 *("--shutdown-timeout", "30", "--kv-transfer-config", json.dumps(transfer)),
             ],
@@ -114,23 +124,33 @@ def cached(answer: dict[str, Any]) -> int:
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
-def test_a_chat_goes_on_after_the_server_was_restarted(place: Place) -> None:
-    with Server(place) as server:
-        first = server.chat(QUESTION)
+def best(answer: dict[str, Any]) -> dict[str, float]:
+    """Log-probabilities of the five best first tokens."""
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    return {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
+
+
+def test_a_chat_goes_on_after_the_server_was_restarted(place: Place, model: Path) -> None:
+    probable = {"logprobs": True, "top_logprobs": 5}
+    with Server(place, model) as server:
+        first = server.chat(QUESTION, **probable)
         assert cached(first) == 0
         salted = server.chat(QUESTION, cache_salt="tenant")
         assert cached(salted) == 0
-    said = first["choices"][0]["message"]
-    with Server(place) as server:
-        again = server.chat(QUESTION)
+    said, asked = first["choices"][0]["message"], first["usage"]["prompt_tokens"]
+    assert asked > 2000
+    with Server(place, model) as server:
+        again = server.chat(QUESTION, **probable)
         assert again["choices"][0]["message"]["content"] == said["content"]
-        assert cached(again) == first["usage"]["prompt_tokens"] - 1
+        assert cached(again) == asked - 1
+        assert best(again) == pytest.approx(best(first), abs=1e-3)
         following = server.chat(
             QUESTION, {"role": "assistant", "content": said["content"]}, {"role": "user", "content": "And?"}
         )
-        assert cached(following) >= first["usage"]["prompt_tokens"] - 1
-        assert cached(server.chat(QUESTION, cache_salt="tenant")) == first["usage"]["prompt_tokens"] - 1
+        assert cached(following) >= asked - 1
+        assert cached(server.chat(QUESTION, cache_salt="tenant")) == asked - 1
         assert cached(server.chat(QUESTION, cache_salt="another")) == 0
         page = server.metrics()
     assert "vllm:kvstore_hit_tokens_total{" in page
+    assert "vllm:kvstore_prefill_tokens_total{" in page
     assert "vllm:external_prefix_cache_hits_total" in page
