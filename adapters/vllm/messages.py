@@ -89,8 +89,8 @@ class Measured:
 class Answer(KVConnectorWorkerMetadata):
     """What workers say after a step. failed: requests of which something could not be loaded.
 
-    loading_s: seconds for which the step's forward waited for loads. stored: saves that are over, by request, tokens, and
-    whether anything new was stored.
+    loading_s: seconds for which the step's forward waited for loads. stored: saves that are over, by request, tokens,
+    and whether anything new was stored.
     """
 
     step: int
