@@ -71,7 +71,7 @@ class Settings:
     """How long a request waits for a lock before it goes on uncached."""
     lease_s: float = 60.0
     """How long a match keeps its blocks from eviction, if nothing renews or ends it."""
-    mover_batch_bytes: int = 32 * MIB
+    mover_batch_bytes: int = 64 * MIB
     """What the mover writes to `nvme` at once."""
     mover_queue_bytes: int = GIB
     """What may wait for the mover; the oldest is dropped, and counted, past it."""

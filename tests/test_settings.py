@@ -49,7 +49,7 @@ def test_defaults_are_ceilings_that_a_laptop_can_bear() -> None:
     assert (got.ram_directory, got.ram_segment_bytes, got.nvme_segment_bytes) == (Path("/dev/shm"), 64 << 20, 256 << 20)
     assert 2 <= got.copy_threads <= 4
     assert (got.io_threads, got.verify_share, got.lock_timeout_s, got.lease_s) == (4, 64, 0.5, 60.0)
-    assert (got.mover_batch_bytes, got.mover_queue_bytes, got.dead_owner_grace_s) == (32 << 20, GIB, 10.0)
+    assert (got.mover_batch_bytes, got.mover_queue_bytes, got.dead_owner_grace_s) == (64 << 20, GIB, 10.0)
     assert got.direct_io == "auto"
 
 
