@@ -232,6 +232,7 @@ class Core:
             settings.path / superblock.OWNERS,
             self.owner.id,
             self.purge,
+            self.pins,
             self.wipes,
             self.counters,
             self.days,

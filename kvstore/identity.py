@@ -153,14 +153,14 @@ ANCESTOR_BLOCKS = 16
 def chain(root: bytes, tokens: Tokens, block_tokens: int, extras: Sequence[Extra] = ()) -> Chain:
     """The chain over ``tokens``, the last, partial block included.
 
-    Extras of blocks past the end are kept and change nothing. Raises ValueError for two extras of one block, or for
+    Extras of blocks past the end are kept and change nothing. Raises TokenError for two extras of one block, or for
     one of no block. 128K tokens take a few milliseconds.
     """
     framed = {extra.index: extra.encoded() for extra in extras}
     if len(framed) != len(extras):
-        raise ValueError("two extras for one block: join them first")
+        raise TokenError("two extras for one block", "join them into one")
     if any(index < 0 for index in framed):
-        raise ValueError(f"an extra for block {min(framed)}: blocks are counted from 0")
+        raise TokenError(f"an extra for block {min(framed)}", "blocks are counted from 0")
     raw = np.ascontiguousarray(tokens, "<u4").data.cast("B") if len(tokens) else memoryview(b"")
     step = block_tokens * 4
     keys: list[bytes] = []

@@ -19,10 +19,12 @@ from kvstore.eviction import behind, catch_up
 from kvstore.host import boottime_ns
 from kvstore.index import Database, Transaction
 from kvstore.owners import bury, survey
+from kvstore.pins import Pins
 from kvstore.purge import PurgeLog
 from kvstore.records import Entry, slot_key, unpack_lease
 from kvstore.scrubbing import WipeLog, forget
 from kvstore.slots import SlotRef
+from kvstore.tenants import crowded, drop_empty
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
 
@@ -41,6 +43,7 @@ class Keeper:
         owners: Path,
         mine: bytes,
         purge: PurgeLog,
+        pins: Pins,
         wipes: WipeLog,
         counters: Counters,
         days: DayBook,
@@ -51,6 +54,7 @@ class Keeper:
     ) -> None:
         self._tiers, self._owners, self._mine = tuple(tiers), owners, mine
         self._purge, self._counters, self._days, self._events = purge, counters, days, events
+        self._pins = pins
         self._wipes, self._wiped = wipes, wipes.epoch()
         self._behind: dict[str, int] = {}
         self._grace, self._idle_work = grace, idle_work
@@ -133,6 +137,12 @@ class Keeper:
             self._wipes.confirm(self._mine, epoch)
             self._wiped = epoch
 
+    def drop_empty(self) -> None:
+        """Where there are very many namespaces, forget those that hold nothing: salts must not fill the index."""
+        if any(crowded(tier) for tier in self._tiers):
+            named = {record.root for record in self._pins.listing().values()}
+            drop_empty(self._tiers, named)
+
     def _run(self) -> None:
         expired = time.monotonic()
         while not self._stop.wait(PERIOD_S):
@@ -145,6 +155,7 @@ class Keeper:
             if time.monotonic() - expired >= EXPIRY_PERIOD_S:
                 self._attempt("expire", self.expire)
                 self._attempt("days", self._days.flush)
+                self._attempt("empty namespaces", self.drop_empty)
                 expired = time.monotonic()
 
     def _attempt(self, what: str, work: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstore.errors import SettingsError
 from kvstore.index import Database, Index, Transaction
 
 EPOCH = b"quota epoch"
@@ -37,7 +38,9 @@ class Quotas:
         return limits
 
     def set(self, tier: str, salt: bytes, limit: int | None) -> None:
-        """Set a quota in bytes, or take it off."""
+        """Set a quota in bytes, or take it off. Raises SettingsError for a number that cannot be one."""
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit < 1 << 63):
+            raise SettingsError(f"a quota of {limit!r}", "give whole bytes, 0 or more; None takes it off")
 
         def work(txn: Transaction) -> None:
             key = _PREFIX + tier.encode() + salt

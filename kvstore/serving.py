@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.core import Core
-from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
+from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, SettingsError, StorageError
 from kvstore.events import Cause, Fault, Hit, Miss
 from kvstore.host import boottime_ns
 from kvstore.kv import KVBuffer
 from kvstore.layout import Part
 from kvstore.match import Match
+
+LEASE_MAX_S = 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,9 @@ class Lease:
 
 
 def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
-    """Keep the leading `ram` blocks of a match from eviction. Raises BusyError."""
+    """Keep the leading `ram` blocks of a match from eviction. Raises BusyError, SettingsError for no time to do so."""
+    if seconds is not None and not 0 < seconds <= LEASE_MAX_S:
+        raise SettingsError(f"a lease of {seconds!r} seconds", "give more than 0 and at most a year; renew it instead")
     held = match.tokens
     keys: list[bytes] = []
     for pieces in match.pieces.values():

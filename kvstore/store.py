@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from types import EllipsisType, TracebackType
 
 import numpy as np
 
-from kvstore import registry, serving
+from kvstore import registry, serving, tenants
 from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.days import Days
@@ -33,6 +33,7 @@ from kvstore.saving import SaveJob, Saving
 from kvstore.serving import Lease, Loaded
 from kvstore.settings import Settings
 from kvstore.statistics import Stats
+from kvstore.tenants import QuotaUse
 from kvstore.verification import Report, verify
 from kvstore.wiping import Step, Wiped
 
@@ -187,9 +188,11 @@ class Store:
         """Name a prefix and keep its blocks from eviction, in every tier and process, across restarts.
 
         ttl: seconds after which the pin ends. Raises NotFoundError when nothing of it is stored, BudgetError when pins
-        would take more than half of the smallest tier.
+        would take more than half of the smallest tier, SettingsError for a priority or a ttl that cannot be kept.
         """
         core = self._require()
+        _refuse_unless(-(1 << 31) <= priority < 1 << 31, f"a priority of {priority!r}", "give an integer of 32 bits")
+        _refuse_unless(ttl is None or 0 < ttl < 1 << 40, f"a ttl of {ttl!r}", "give seconds above 0, None for good")
         found = self.match(space, tokens)
         if not found.tokens:
             raise NotFoundError("nothing of this prefix is stored", "save or warm it first")
@@ -209,16 +212,52 @@ class Store:
         """All named prefixes."""
         return self._require().pins.listing()
 
-    def set_quota(self, salt: bytes | str, *, ram: int | None = None, nvme: int | None = None) -> None:
-        """Bytes that all namespaces under a salt may hold in a tier; None takes a quota off.
+    def set_quota(
+        self,
+        salt: bytes | str,
+        *,
+        ram: int | EllipsisType | None = ...,
+        nvme: int | EllipsisType | None = ...,
+        dry_run: bool = False,
+    ) -> dict[str, int]:
+        """Bytes that all namespaces under a salt may hold in a tier; None takes a quota off, leaving it out keeps it.
 
-        Raises SettingsError for the empty salt.
+        What a salt holds beyond is evicted at once, the least recently used first; returns how many blocks by tier.
+        dry_run: only count these. Raises SettingsError for the empty salt, or a number that cannot be a quota.
         """
         core = self._require()
         if not salt:
             raise SettingsError("the empty salt cannot have a quota", "give what is to be limited a salt of its own")
-        for tier, limit in (("ram", ram), ("nvme", nvme)):
-            core.quotas.set(tier, salt_digest(salt), limit)
+        digest, wanted = salt_digest(salt), {"ram": ram, "nvme": nvme}
+        chosen = {tier: limit for tier, limit in wanted.items() if not isinstance(limit, EllipsisType)}
+        for name, limit in () if dry_run else chosen.items():
+            core.quotas.set(name, digest, limit)
+        return {
+            tier.name: tenants.trim(tier, digest, limit, dry_run=dry_run)
+            for tier in core.tiers
+            if (limit := chosen.get(tier.name)) is not None
+        }
+
+    def quotas(self) -> list[QuotaUse]:
+        """All quotas, with what is held of each."""
+        core = self._require()
+        return tenants.quota_uses(core.tiers, core.quotas)
+
+    def set_ttl(self, root: bytes, ttl: int) -> None:
+        """Seconds after which a namespace's unused blocks expire; 0 takes a TTL off.
+
+        An engine that asks for one sets it again when it next opens the namespace. Raises NotFoundError, SettingsError.
+        """
+        core = self._require()
+        self.namespace_at(root)
+        _refuse_unless(0 <= ttl < 1 << 63, f"a ttl of {ttl!r}", "give whole seconds, 0 for never")
+        tenants.set_ttl(core.tiers, root, ttl)
+
+    def drop_empty(self, *, dry_run: bool = False) -> list[NamespaceRecord]:
+        """Forget namespaces without a block or a name; one that is used again is registered again. Returns them."""
+        core = self._require()
+        named = {record.root for record in core.pins.listing().values()}
+        return list(tenants.drop_empty(core.tiers, named, dry_run=dry_run).values())
 
     # ---------------------------------------------------------------- administration
 
@@ -321,6 +360,11 @@ class Store:
             raise ClosedError("this handle is closed", "open the store again")
         self._core.require_open()
         return self._core
+
+
+def _refuse_unless(fine: bool, problem: str, remedy: str) -> None:
+    if not fine:
+        raise SettingsError(problem, remedy)
 
 
 def _parts(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:

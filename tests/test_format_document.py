@@ -37,7 +37,7 @@ from kvstore.index import Database
 from kvstore.kv import HostKV
 from kvstore.states import State
 from kvstore.superblock import ram_name, store_id
-from kvstore.tiers import opening, segments, slotted
+from kvstore.tiers import namespaces, opening, segments, slotted
 
 TREE = Path(__file__).resolve().parents[1]
 TEXT = (TREE / "kvstore" / "FORMAT.md").read_text()
@@ -182,7 +182,7 @@ def meta_keys() -> list[str]:
 def test_every_meta_key_of_the_code_is_documented() -> None:
     whole = [
         *(segments.ALLOCATED, segments.BUDGET, segments.FIXED, segments.NEXT, slotted.STAMP_BASE, assembly.BOOT),
-        *(eviction.APPLIED, purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH, scrubbing.WIPE_EPOCH),
+        *(eviction.APPLIED, purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH, scrubbing.WIPE_EPOCH, namespaces.NEXT),
     ]
     prefixes = [quotas._PREFIX, keeper.COUNTER, scrubbing.WIPED, scrubbing._FILL]
     assert {re.findall("`([^`]+)`", key)[0] for key in meta_keys()} == {key.decode() for key in whole + prefixes}

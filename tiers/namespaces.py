@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kvstore.index import Database, Transaction
-from kvstore.records import NamespaceRecord
+from kvstore.records import NamespaceRecord, Usage
 
+NEXT = b"next namespace"
 _RECORD, _ROOT = b"n", b"r"
 
 
@@ -24,14 +25,54 @@ def register(txn: Transaction, record: NamespaceRecord) -> int:
             if record == before:
                 return number
     else:
-        last = 0
-        for key, _ in txn.scan(Database.NAMESPACES, _RECORD):
-            last = int.from_bytes(key[1:], "big")
-        number = last + 1
+        number = _next(txn)
     raw = number.to_bytes(4, "big")
     txn.put(Database.NAMESPACES, _ROOT + record.root, raw)
     txn.put(Database.NAMESPACES, _RECORD + raw, record.pack())
     return number
+
+
+def restore(txn: Transaction, number: int, record: NamespaceRecord) -> None:
+    """Register a namespace again that was dropped while it was empty, under its number: numbers are not used twice."""
+    key = _ROOT + record.root
+    if txn.get(Database.NAMESPACES, key) is None:
+        txn.put(Database.NAMESPACES, key, number.to_bytes(4, "big"))
+        txn.put(Database.NAMESPACES, _RECORD + number.to_bytes(4, "big"), record.pack())
+
+
+def set_ttl(txn: Transaction, root: bytes, ttl: int) -> bool:
+    """Set a namespace's TTL, 0 for none; False where it is not known."""
+    number = number_of(txn, root)
+    raw = txn.get(Database.NAMESPACES, _RECORD + number.to_bytes(4, "big")) if number is not None else None
+    if number is None or raw is None:
+        return False
+    record = replace(NamespaceRecord.unpack(raw), ttl=ttl)
+    txn.put(Database.NAMESPACES, _RECORD + number.to_bytes(4, "big"), record.pack())
+    return True
+
+
+def drop_empty(txn: Transaction, roots: Iterable[bytes]) -> int:
+    """Forget those of some namespaces that have no block; how many that were."""
+    gone = 0
+    for root in roots:
+        number = number_of(txn, root)
+        raw = b"" if number is None else number.to_bytes(4, "big")
+        if number is None or Usage.unpack(txn.get(Database.USAGE, raw)).blocks:
+            continue
+        txn.delete(Database.NAMESPACES, _ROOT + root)
+        txn.delete(Database.NAMESPACES, _RECORD + raw)
+        txn.delete(Database.USAGE, raw)
+        gone += 1
+    return gone
+
+
+def _next(txn: Transaction) -> int:
+    """A number that no namespace has had. Indexes from before the counter was kept count from the last one there."""
+    kept = int.from_bytes(txn.get(Database.META, NEXT) or b"", "little")
+    if not kept:
+        kept = 1 + max((int.from_bytes(key[1:], "big") for key, _ in txn.scan(Database.NAMESPACES, _RECORD)), default=0)
+    txn.put(Database.META, NEXT, (kept + 1).to_bytes(8, "little"))
+    return kept
 
 
 def listing(txn: Transaction) -> Iterator[tuple[int, NamespaceRecord]]:

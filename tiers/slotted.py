@@ -33,11 +33,12 @@ STAMP_BASE = b"stamp base"
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace as one tier knows it: its number there, its root, the digest of its salt."""
+    """A namespace as one tier knows it: its number there, its root, the digest of its salt, and its record."""
 
     number: int
     root: bytes
     salt: bytes
+    record: NamespaceRecord | None = None
 
 
 class SlottedTier:
@@ -154,7 +155,7 @@ class SlottedTier:
         known = self._spaces.get(record.root)
         if known is None:
             number = self.index.write(lambda txn: namespaces.register(txn, record), timeout)
-            known = self._spaces.setdefault(record.root, Space(number, record.root, record.salt))
+            known = self._spaces.setdefault(record.root, Space(number, record.root, record.salt, record))
         return known
 
     def reserve(
@@ -342,6 +343,8 @@ class SlottedTier:
         """The work of one reservation. held: gets the candidates that a lease or a pin kept."""
 
         def work(txn: Transaction) -> Reserved:
+            if space.record is not None:  # somebody may have dropped it while it was empty
+                namespaces.restore(txn, space.number, space.record)
             quota = self.quota(space.salt) if space.salt else None
             siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
             terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)

@@ -18,6 +18,7 @@ from kvstore.tools.plan import plan
 from kvstore.tools.savings import savings
 from kvstore.tools.serve import serve
 from kvstore.tools.show import ls, stats
+from kvstore.tools.tenants import namespace, quota
 from kvstore.tools.terminal import command
 from kvstore.tools.top import top
 from kvstore.tools.verify import verify
@@ -60,6 +61,8 @@ app.command()(command(names))
 app.command()(command(show))
 app.command()(command(pin))
 app.command()(command(unpin))
+app.command()(command(quota))
+app.command()(command(namespace))
 app.command()(command(explain))
 app.command()(command(plan))
 app.command()(command(export))
