@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import DamagedError, KVStoreError
@@ -38,7 +38,7 @@ class Space:
     number: int
     root: bytes
     salt: bytes
-    record: NamespaceRecord | None = None
+    record: NamespaceRecord | None = field(default=None, compare=False)
 
 
 class SlottedTier:

@@ -100,13 +100,13 @@ def test_a_namespace_without_blocks_is_dropped_and_comes_back_when_something_is_
     assert run("namespace", "--drop-empty", "--yes", "--path", made.path)["dropped"] is True
     with opened(made) as store:
         space = store.namespace(made.layout, salt="second", label="second")
-        assert save(store, made, "second", [9]).new_blocks == 1  # so that this process knows its number
+        assert save(store, made, "second", [9], "second").new_blocks == 1  # so that this process knows its number
         assert store.flush(30)
         store.evict(namespace=space.root)
         assert [record.label for record in store.drop_empty(dry_run=True)] == ["second"]
         assert [record.label for record in store.drop_empty()] == ["second"]
         assert [use.record.label for use in store.namespaces()] == ["first"]
-        save(store, made, "second", made.tokens(64))
+        save(store, made, "second", made.tokens(64), "second")
         assert store.flush(30)
         assert store.match(space, made.tokens(64)).tokens == 64
         assert store.verify().problems == []
