@@ -5,6 +5,7 @@ Owns which status belongs to which error. Must not know routes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,8 +145,18 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status = error.status_code
     kind = {404: "no-route", 405: "no-method"}.get(status, "not-readable")
-    remedy = "/openapi.json lists what there is"
-    return answer(status, kind, str(error.detail), remedy, headers=error.headers)
+    headers = dict(error.headers or {})
+    if status == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request))) or headers.get("allow", "GET")
+    return answer(status, kind, str(error.detail), "/openapi.json lists what there is", headers=headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods that the description has for a path."""
+    for template, operations in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), request.url.path):
+            return {method.upper() for method in operations}
+    return set()
 
 
 async def _late(request: Request, error: Exception) -> JSONResponse:

@@ -73,6 +73,7 @@ def _listening(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host.strip("[]"), port))
+        listener.listen()  # who reads the address may connect at once
     except OSError as error:
         listener.close()
         raise PathError(
