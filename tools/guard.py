@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from kvstore.errors import PathError, SettingsError
 from kvstore.tools import problems
+from kvstore.tools.connections import HEAD_BYTES
 from kvstore.tools.problems import Refused
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -165,6 +166,8 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         headers = _headers(scope)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"]) > HEAD_BYTES:
+            raise Refused(431, "head", f"the head has more than {HEAD_BYTES >> 10} KiB", "send fewer headers")
         host = headers.get(b"host", b"").decode("latin-1")
         if self._rules.hosts and _name(host) not in self._rules.hosts:
             raise Refused(

@@ -49,6 +49,7 @@ TITLES: Mapping[int, str] = {
     413: "The request is too large",
     421: "This server has another name",
     422: "The request does not say what is needed",
+    431: "The head of the request is too large",
     429: "Too much at once",
     500: "The store is in trouble",
     502: "The engine did not do it",

@@ -206,7 +206,7 @@ def test_a_malformed_head_ends_the_connection_and_nothing_else(served: Served, h
         with contextlib.suppress(ConnectionError):
             line.settimeout(5)
             got = line.recv(1 << 16)
-        assert not got or got.split()[1] in (b"400", b"413", b"404", b"421", b"422")
+        assert not got or got.split()[1] in (b"400", b"404", b"413", b"421", b"422", b"431")
     assert served.ask("GET", "/healthz").status == 200
 
 
