@@ -34,6 +34,8 @@ LAYERS, HEADS, DIM = 30, 3, 64
 SHARE = Target(0.8)
 CPU = Target(0.6, at_most=True)
 FLUSH_S = 120.0
+SETTLE_S = 3.0
+"""Seconds in which a store's threads finish what new segments start: pages joined, the next segment made."""
 
 
 @dataclass(slots=True)
@@ -182,6 +184,8 @@ def measure(tokens: int, pairs: int, folder: Path, step: Callable[[str, int, int
 def _made(stack: ExitStack, folder: Path, tokens: int, nvme: bool) -> tuple[Subject, Media]:
     subject = Subject(stack.enter_context(scratch_store(folder)), tokens, nvme)
     stack.callback(subject.store.close)
+    subject.save()
+    time.sleep(SETTLE_S)
     media = stack.enter_context(Media(subject.settings, subject.layout, subject.bytes))
     return subject, media
 
