@@ -76,6 +76,26 @@ def payload_checksum(payload: Bytes) -> bytes:
     return xxhash.xxh3_128_digest(payload.data)
 
 
+class PayloadChecksum:
+    """The same, taken while a payload is being written, front to back."""
+
+    __slots__ = ("_done", "_hash", "_payload")
+
+    def __init__(self, payload: Bytes) -> None:
+        self._payload, self._done, self._hash = payload.data, 0, xxhash.xxh3_128()
+
+    def upto(self, stop: int) -> None:
+        """Take in the bytes before ``stop`` that were not taken in yet; they must be whole."""
+        self._hash.update(self._payload[self._done : stop])
+        self._done = stop
+
+    def digest(self) -> bytes:
+        """The checksum of the whole payload, 16 bytes."""
+        if self._done < len(self._payload):
+            self.upto(len(self._payload))
+        return self._hash.digest()
+
+
 def inspect_slot(
     image: Bytes, key: bytes, tokens: int, payload_bytes: int, checksum: bytes | None = None
 ) -> Cause | None:

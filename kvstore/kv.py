@@ -6,7 +6,7 @@ and a KVBuffer moves one into the other, many blocks by one strided copy. Must n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -18,6 +18,11 @@ from kvstore.layout import LayerShape, Layout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Array: TypeAlias = npt.NDArray[Any]
+Ready: TypeAlias = Callable[[int], None]
+"""Told, while a payload is gathered, how many of its bytes are whole by now, counted from its front."""
+
+STRETCH_BYTES = 800 << 10
+"""Bytes that a gather writes before it tells of them: few enough to be still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,11 @@ class KVBuffer(Protocol):
     def device(self) -> str | None:
         """None for host memory."""
 
-    def gather(self, start: int, run: Run) -> None:
-        """Copy tokens from ``start`` on into the run's payloads."""
+    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
+        """Copy tokens from ``start`` on into the run's payloads.
+
+        ready: given with a run of one payload only. A buffer that knows no better leaves it uncalled.
+        """
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on."""
@@ -84,6 +92,18 @@ class _Plane:
     base: int
     steps: tuple[int, ...]
 
+    def layers(self, first: int, stop: int) -> _Plane:
+        """A plane over all layers, cut to some of them."""
+        return _Plane(self.array[first:stop], self.base + first * self.steps[0], self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Planes that fill the next bytes of a payload. stop: elements *a token* before its end."""
+
+    planes: tuple[_Plane, ...]
+    stop: int
+
 
 class HostKV:
     """A KVBuffer over numpy arrays.
@@ -95,6 +115,7 @@ class HostKV:
     def __init__(self, layout: Layout, planes: Sequence[_Plane], capacity: int) -> None:
         self.layout = layout
         self._planes = tuple(planes)
+        self._stretches = _stretches(self._planes, STRETCH_BYTES // (layout.itemsize * layout.block_tokens))
         self._capacity = capacity
 
     @property
@@ -154,12 +175,18 @@ class HostKV:
                 base += shape.heads * dim
         return cls(layout, planes, min(plane.array.shape[-2] for plane in planes))
 
-    def gather(self, start: int, run: Run) -> None:
+    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
         if run.count == 0:
             return
-        for plane in self._planes:
-            np.copyto(self._inside(plane, run), self._outside(plane, start, run))
+        if ready is None:
+            for plane in self._planes:
+                np.copyto(self._inside(plane, run), self._outside(plane, start, run))
+            return
+        for stretch in self._stretches:
+            for plane in stretch.planes:
+                np.copyto(self._inside(plane, run), self._outside(plane, start, run))
+            ready(stretch.stop * run.tokens * self.layout.itemsize)
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on. Raises LayoutError past the capacity."""
@@ -185,8 +212,29 @@ class HostKV:
         if start < 0 or stop > self._capacity:
             raise LayoutError(f"tokens {start}…{stop} of a buffer for {self._capacity}", "make room first")
         tokens = plane.array[..., start:stop, :]
+        if run.count == 1:
+            return tokens[None]
         lead, dim = tokens.shape[:-2], tokens.shape[-1]
         return np.moveaxis(tokens.reshape(*lead, run.count, run.take, dim), -3, 0)
+
+
+def _stretches(planes: Sequence[_Plane], most: int) -> tuple[_Stretch, ...]:
+    """The planes cut where a payload can be cut: about every ``most`` elements a token, between layers."""
+    if len(planes[0].steps) > 1:  # each over all layers, which lie one behind the other in a payload
+        layer, count = planes[0].steps[0], len(planes[0].array)
+        step = max(1, most // layer)
+        cuts = [(first, min(first + step, count)) for first in range(0, count, step)]
+        return tuple(_Stretch(tuple(plane.layers(*cut) for plane in planes), cut[1] * layer) for cut in cuts)
+    found: list[_Stretch] = []
+    pending: list[_Plane] = []
+    stop = 0
+    for plane in planes:  # K or V of one layer, one behind the other
+        pending.append(plane)
+        stop = plane.base + len(plane.array) * plane.steps[0]
+        if stop - pending[0].base >= most:
+            found.append(_Stretch(tuple(pending), stop))
+            pending = []
+    return (*found, _Stretch(tuple(pending), stop)) if pending else tuple(found)
 
 
 def _uniform(layout: Layout, group: int) -> LayerShape:

@@ -26,7 +26,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 
 BLOCK_TOKENS_MIN, BLOCK_TOKENS_MAX = 16, 256
-PAYLOAD_TARGET = 2 << 20
+PAYLOAD_TARGET = 4 << 20
 LAYERS_MAX = 1 << 14
 _DAMAGED = "the record is damaged; run kvstore verify"
 
@@ -180,7 +180,7 @@ class Layout:
 
 
 def default_block_tokens(groups: Sequence[Sequence[LayerShape]], dtype: str) -> int:
-    """The power of two in 16…256 that makes the smallest part's payload at least 2 MiB."""
+    """The power of two in 16…256 that makes the smallest part's payload at least 4 MiB."""
     smallest = min(sum(shape.elements for shape in group) for group in groups) * DTYPE_BYTES.get(dtype, 4)
     tokens = BLOCK_TOKENS_MIN
     while tokens < BLOCK_TOKENS_MAX and smallest * tokens < PAYLOAD_TARGET:

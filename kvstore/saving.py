@@ -19,9 +19,9 @@ from kvstore.devices import DeviceSaver
 from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError, UnsupportedError
 from kvstore.events import Events, Fault, Skipped
 from kvstore.events import Saved as SavedEvent
-from kvstore.header import HEADER_BYTES, Header, payload_checksum, slot_bytes
+from kvstore.header import HEADER_BYTES, Header, PayloadChecksum, payload_checksum, slot_bytes
 from kvstore.identity import Chain
-from kvstore.kv import KVBuffer
+from kvstore.kv import Bytes, KVBuffer, Run
 from kvstore.layout import Part
 from kvstore.match import Namespace
 from kvstore.mover import Move
@@ -36,6 +36,9 @@ from kvstore.tiers.ram import RamTier
 
 FIRST_BATCH, BATCH = 64, 128
 """Blocks reserved in one transaction: fewer at first, so that copying begins soon, then more for each commit."""
+
+GATHER_BLOCKS = 2
+"""Blocks of one job: small, so that all threads end together."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -199,7 +202,7 @@ class Saver:
             self._fill_from_device(fill, job)
             return
         placed = fill.placed
-        for first, count in _runs(placed, job.chain.block_tokens, self._threads.run_length(len(placed))):
+        for first, count in _runs(placed, job.chain.block_tokens, GATHER_BLOCKS):
             members = placed[first : first + count]
             fill.futures.append(self._threads.copy(partial(self._gather, members, job, fill.checksums)))
 
@@ -225,22 +228,20 @@ class Saver:
 
     def _seal(self, placement: Placement, job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
         """Write a slot's header over a payload that is there."""
-        tokens = placement.name.tokens
-        size = job.payload(tokens)
         image = self._ram.slot(placement.ref, job.slot_bytes)
-        checksum = payload_checksum(image[HEADER_BYTES : HEADER_BYTES + size])
-        header = Header(placement.name.key, job.part.group, job.part.shard, tokens, size, checksum)
-        image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
-        image[HEADER_BYTES + size :] = 0  # a wipe does not look into slots that hold a block
-        checksums[placement.ref] = checksum
+        payload = image[HEADER_BYTES : HEADER_BYTES + job.payload(placement.name.tokens)]
+        checksums[placement.ref] = _head(image, placement.name, len(payload), payload_checksum(payload))
 
     def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
-        """Block by block: a copy, then its checksum, while the payload is still in the cache."""
+        """Block by block; a checksum is taken of what a core has just written, while it is in its cache."""
         for placement in members:
             name = placement.name
-            run = self._ram.run(placement.ref, 1, job.slot_bytes, name.tokens)
-            job.buffer.gather(name.depth * job.chain.block_tokens, run)
-            self._seal(placement, job, checksums)
+            image = self._ram.slot(placement.ref, job.slot_bytes)
+            size = job.payload(name.tokens)
+            checksum = PayloadChecksum(image[HEADER_BYTES : HEADER_BYTES + size])
+            run = Run(image, HEADER_BYTES, len(image), 1, name.tokens, name.tokens)
+            job.buffer.gather(name.depth * job.chain.block_tokens, run, checksum.upto)
+            checksums[placement.ref] = _head(image, name, size, checksum.digest())
 
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
         if not done:
@@ -256,6 +257,14 @@ class Saver:
             size = job.payload(placement.name.tokens)
             tally.moves.append(Move(placement.name, entry, job.space.record, job.slot_bytes, size, job.now))
         return published
+
+
+def _head(image: Bytes, name: BlockName, size: int, checksum: bytes) -> bytes:
+    """Write what is around a slot's payload of ``size`` bytes: the header, and zeros; returns the checksum."""
+    header = Header(name.key, name.part.group, name.part.shard, name.tokens, size, checksum)
+    image[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+    image[HEADER_BYTES + size :] = 0  # a wipe does not look into slots that hold a block
+    return checksum
 
 
 def _batches(names: Sequence[BlockName]) -> Iterator[Sequence[BlockName]]:

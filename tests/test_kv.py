@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvstore.kv
 from kvstore.errors import LayoutError
 from kvstore.kv import HostKV, KVBuffer, Run
 from kvstore.layout import LayerShape, Layout
@@ -125,6 +127,24 @@ def test_gather_writes_every_element_where_the_format_says_and_nothing_else(case
     for (k, v), (old_k, old_v) in zip(case.raw(), before, strict=True):
         np.testing.assert_array_equal(k, old_k)
         np.testing.assert_array_equal(v, old_v)
+
+
+@settings(max_examples=150)
+@given(cases(), st.integers(1, 600))
+def test_a_gather_tells_of_bytes_that_are_whole_and_of_all_of_them(case: Case, stretch: int) -> None:
+    whole, told = case.expected_memory(), [0]
+    run = case.run.part(0, 1)
+    size = case.layout.payload_bytes(tokens=case.tokens)
+
+    def ready(stop: int) -> None:
+        assert told[-1] < stop <= size
+        np.testing.assert_array_equal(run.payload(0, stop), whole[run.offset : run.offset + stop])
+        told.append(stop)
+
+    with mock.patch.object(kvstore.kv, "STRETCH_BYTES", stretch):
+        HostKV(case.layout, case.buffer._planes, case.capacity).gather(case.start, run, ready)
+    assert told[-1] == size
+    np.testing.assert_array_equal(run.payload(0, size), whole[run.offset : run.offset + size])
 
 
 @settings(max_examples=150)

@@ -89,20 +89,20 @@ def test_a_hit_needs_every_group_of_every_shard() -> None:
 
 
 @given(GROUPS, st.sampled_from(sorted(DTYPE_BYTES)))
-def test_blocks_are_the_smallest_power_of_two_that_reaches_two_mebibytes(
+def test_blocks_are_the_smallest_power_of_two_that_reaches_four_mebibytes(
     groups: tuple[tuple[LayerShape, ...], ...], dtype: str
 ) -> None:
     chosen = default_block_tokens(groups, dtype)
     smallest = min(Layout(dtype, groups, chosen).payload_bytes(group) for group in range(len(groups)))
     assert chosen in (16, 32, 64, 128, 256)
-    assert smallest >= 2 << 20 or chosen == 256
-    assert smallest < 4 << 20 or chosen == 16
+    assert smallest >= 4 << 20 or chosen == 256
+    assert smallest < 8 << 20 or chosen == 16
 
 
 def test_a_uniform_layout_chooses_its_block_unless_told() -> None:
-    # SmolLM2-135M: 46,080 bytes a token, so 64 tokens make 2.8 MiB.
+    # SmolLM2-135M: 46,080 bytes a token, so 128 tokens make 5.6 MiB.
     chosen = Layout.uniform(layers=30, heads=3, k_dim=64)
-    assert (chosen.token_bytes(), chosen.block_tokens) == (46080, 64)
+    assert (chosen.token_bytes(), chosen.block_tokens) == (46080, 128)
     assert Layout.uniform(layers=30, heads=3, k_dim=64, block_tokens=7).block_tokens == 7
     assert Layout.uniform(layers=1, heads=1, k_dim=576, v_dim=64).groups == ((LayerShape(1, 576, 64),),)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvstore.errors import LayoutError
-from kvstore.kv import Bytes, Run
+from kvstore.kv import Bytes, Ready, Run
 from kvstore.layout import LayerShape, Layout
 from kvstore.tiers.lanes import Lane, single_device
 
@@ -161,7 +161,7 @@ class DeviceKV:
             else:
                 torch.index_select(inside, 0, index, out=outside)
 
-    def gather(self, start: int, run: Run) -> None:
+    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
         """Copy tokens from ``start`` on into payloads in host memory, through memory of torch's allocator.
 
         Returns when the bytes are there. Raises LayoutError past the capacity.

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.errors import KVStoreError, LayoutError, NoSpaceError, NotFoundError
 from kvstore.header import HEADER_BYTES, inspect_slot, slot_bytes
-from kvstore.kv import Bytes, KVBuffer, Run
+from kvstore.kv import Bytes, KVBuffer, Ready, Run
 from kvstore.layout import LayerShape, Layout, Part
 from kvstore.match import Match, Namespace, Piece
 from kvstore.records import BlockName, Entry
@@ -117,7 +117,7 @@ class BundleKV:
         """Host memory: None."""
         return None
 
-    def gather(self, start: int, run: Run) -> None:
+    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
         """Copy payloads out of the file, verified. A last block that is saved shorter than it is stored is cut."""
         layout, part = self._bundle.layout, self._part
         first = start // layout.block_tokens

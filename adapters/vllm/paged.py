@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import LayoutError
-from kvstore.kv import Array, Run
+from kvstore.kv import Array, Ready, Run
 from kvstore.layout import Layout
 
 
@@ -78,7 +78,7 @@ class PagedKV:
         """Host memory: None."""
         return None
 
-    def gather(self, start: int, run: Run) -> None:
+    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
         whole = self._whole(start, run)
         for plane in self._planes:

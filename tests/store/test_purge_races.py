@@ -13,7 +13,7 @@ from children import Child
 from known_kv import PLAIN, Speaker, load, load_match, save, slots_of
 
 from kvstore.events import Cause
-from kvstore.kv import Bytes, HostKV, Run
+from kvstore.kv import Bytes, HostKV, Ready, Run
 from kvstore.store import Store
 from kvstore.tiers.medium import Medium
 
@@ -75,9 +75,9 @@ class GatedKV(HostKV):
 
     gate: Gate
 
-    def gather(self, start: int, run: Run) -> None:
+    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
         self.gate.pass_through()
-        super().gather(start, run)
+        super().gather(start, run, ready)
 
 
 def evict_all(store: Store) -> None:
