@@ -137,3 +137,9 @@ class EngineError(KVStoreError):
     """A served engine did not answer, refused, or did not store what it computed."""
 
     exit_code = 20
+
+
+class OutputError(KVStoreError):
+    """Standard output cannot be written: what a command did is done, and nobody was told."""
+
+    exit_code = 21

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.errors import NotFoundError, SettingsError
+from kvstore.errors import SettingsError
 from kvstore.identity import ANCESTOR_BLOCKS
 from kvstore.index import Database, Transaction
 from kvstore.layout import Part
@@ -63,12 +63,12 @@ class Eviction:
     def run(self, target: Target, tier: str | None = None, *, dry_run: bool = False) -> dict[str, int]:
         """Evict; returns blocks by tier. tier: only the copies there, which leaves no tombstone.
 
-        Raises NotFoundError for a tier that is not there.
+        Raises SettingsError for a tier that is not there.
         """
         chosen = [one for one in self._tiers if tier in (None, one.name)]
         if not chosen:
             names = ", ".join(one.name for one in self._tiers)
-            raise NotFoundError(f"there is no tier {tier!r}", f"choose one of {names}")
+            raise SettingsError(f"there is no tier {tier!r}", f"choose one of {names}")
         victims = {one.name: self._victims(one, target) for one in chosen}
         if dry_run:
             return {name: len(found) for name, found in victims.items()}

@@ -19,7 +19,7 @@ from kvstore.tools.savings import savings
 from kvstore.tools.serve import serve
 from kvstore.tools.show import ls, stats
 from kvstore.tools.tenants import namespace, quota
-from kvstore.tools.terminal import command
+from kvstore.tools.terminal import command, prepare
 from kvstore.tools.top import top
 from kvstore.tools.verify import verify
 from kvstore.tools.warm import warm
@@ -79,6 +79,7 @@ app.add_typer(_bench)
 
 def main() -> None:
     """The entry point of the console script."""
+    prepare()
     app(prog_name="kvstore")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -76,28 +76,22 @@ def examine(path: Path | None) -> list[Finding]:
         settings = Settings.resolve(path if named else Path.cwd())
     except KVStoreError as error:
         return [*findings, _refused("settings", error)]
-    findings += _contained(_store, settings) if named else [Finding("store", f"none named; looking at {settings.path}")]
-    for look in (
-        _filesystem,
-        _owner,
-        _direct,
-        _nvme,
-        _shared_memory,
-        _ram,
-        _orphans,
-        _descriptors,
-        _file_size,
-        _locked_memory,
-    ):
-        findings += _contained(look, settings)
-    return findings + _contained(_memory, settings)
+    findings += (
+        _contained("store", _store, settings)
+        if named
+        else [Finding("store", f"none named; looking at {settings.path}")]
+    )
+    for subject, look in LOOKS.items():
+        findings += _contained(subject, look, settings)
+    return findings
 
 
-def _contained(look: Callable[[Settings], Iterator[Finding]], settings: Settings) -> list[Finding]:
+def _contained(subject: str, look: Callable[[Settings], Iterator[Finding]], settings: Settings) -> list[Finding]:
+    """What a look found; where it raised, that, under the same subject."""
     try:
         return list(look(settings))
     except KVStoreError as error:
-        return [_refused(look.__name__.lstrip("_").replace("_", " "), error)]
+        return [_refused(subject, error)]
 
 
 def _refused(subject: str, error: KVStoreError) -> Finding:
@@ -272,3 +266,19 @@ def _nearest(path: Path) -> Path:
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+LOOKS: Mapping[str, Callable[[Settings], Iterator[Finding]]] = {
+    "filesystem": _filesystem,
+    "owner": _owner,
+    "O_DIRECT": _direct,
+    "nvme budget": _nvme,
+    "ram directory": _shared_memory,
+    "ram budget": _ram,
+    "orphaned memory": _orphans,
+    "open files": _descriptors,
+    "file size": _file_size,
+    "locked memory": _locked_memory,
+    "memory": _memory,
+}
+"""By the subject of their first finding."""

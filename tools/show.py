@@ -9,11 +9,37 @@ import typer
 from kvstore.listing import NamespaceUse, Prefix
 from kvstore.records import Usage
 from kvstore.sizes import format_size
-from kvstore.statistics import Stats
+from kvstore.statistics import Stats, by_middle
 from kvstore.tools import answers, terminal
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
 
 SHOWN_TOKENS = 8
+CAUSES = {
+    "absent": "never stored, or pushed out since: kvstore explain tells which",
+    "writing": "it was just being written",
+    "header": "damaged, and removed: kvstore verify looks for more",
+    "checksum": "damaged, and removed: kvstore verify looks for more",
+    "changed": "pushed out while it was read: a larger budget helps",
+    "io": "the disk reported an error: see the system's log",
+    "purged": "evicted by hand, or expired, in between",
+    "busy": "a lock could not be had in time, or staging was full",
+    "limit": "left to the engine: it runs the last token in any case",
+    "refused": "the model or the mode may not be cached: see its warning",
+}
+"""Why tokens missed, by `kvstore.events.Cause`."""
+SKIPS = {
+    "full": "no room: everything else is pinned, leased or newer",
+    "quota": "the salt has a quota",
+    "busy": "a lock could not be had in time, or too much waited",
+    "queue full": "nvme is slower than what is saved; offered again when it is idle",
+    "closing": "the process ended before it was written",
+    "evicted before": "pushed out of ram before it was written",
+    "fault": "the medium reported an error",
+    "staging": "hbm had no room to copy through: raise its budget",
+    "mismatch": "the cache did not hold what was run",
+    "changed": "the model's weights changed meanwhile",
+}
+"""Why blocks were not saved, by the reason of `kvstore.events.Skipped`."""
 ELLIPSIS = "…"
 
 
@@ -75,15 +101,23 @@ def _show_stats(found: Stats) -> None:
     out.print(terminal.table(found.path, columns, rows, right=range(1, 7)))
     asked = found.asked_tokens
     served = [
-        (f"served from {tier}", f"{tokens:,}", _share(tokens, asked)) for tier, tokens in found.hit_tokens.items()
+        (f"served from {tier}", f"{tokens:,}", _share(tokens, asked), "") for tier, tokens in found.hit_tokens.items()
     ]
     served += [
-        (f"missed: {cause}", f"{tokens:,}", _share(tokens, asked)) for cause, tokens in found.miss_tokens.items()
+        (f"missed: {cause}", f"{tokens:,}", _share(tokens, asked), CAUSES.get(cause, ""))
+        for cause, tokens in sorted(found.miss_tokens.items(), key=lambda one: -one[1])
     ]
-    out.print(terminal.table(f"{asked:,} tokens asked for", ("", "tokens", "share"), served, right=(1, 2)))
+    out.print(terminal.table(f"{asked:,} tokens asked for", ("", "tokens", "share", "why"), served, right=(1, 2)))
+    left = [(name, f"{blocks:,}", SKIPS.get(name.partition(".")[2], "")) for name, blocks in _skipped(found)]
+    if left:
+        out.print(terminal.table("Not saved", ("where, and why", "blocks", ""), left, right=(1,)))
     paused = ", paused after faults of the disk" if found.mover_paused else ""
     out.print(f"{found.processes} processes, {found.namespaces} namespaces, {found.names} names")
     out.print(f"Waiting to be written to nvme: {found.mover_blocks} blocks, {format_size(found.mover_bytes)}{paused}")
+
+
+def _skipped(found: Stats) -> list[tuple[str, int]]:
+    return sorted(by_middle(found.counters, "skip", "blocks").items(), key=lambda one: -one[1])
 
 
 def _share(part: int, whole: int) -> str:

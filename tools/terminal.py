@@ -7,7 +7,9 @@ any command does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import io
 import json
 import os
 import signal
@@ -24,7 +26,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, OutputError
 
 P = ParamSpec("P")
 INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
@@ -85,6 +87,9 @@ def command(run: Callable[P, None]) -> Callable[P, None]:
             try:
                 run(*args, **kwargs)
                 sys.stdout.flush()
+            except OutputError as error:
+                _give_up_output()
+                _fail(f"[bold red]error:[/] {escape(str(error))}", error.exit_code)
             except KVStoreError as error:
                 _fail(f"[bold red]error:[/] {escape(str(error))}", error.exit_code)
             except KeyboardInterrupt:
@@ -92,10 +97,69 @@ def command(run: Callable[P, None]) -> Callable[P, None]:
             except _Terminated:
                 _fail("terminated", TERMINATED)
             except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _give_up_output()
                 raise typer.Exit(PIPE_CLOSED) from None
 
     return guarded
+
+
+class _Closed(io.FileIO):
+    """Stands for a standard output that was closed."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "w", closefd=False)
+
+    def write(self, data: Any) -> NoReturn:
+        raise OSError(errno.EBADF, "it is closed")
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output, whose own failures are told apart from those of files that a command works on."""
+
+    def write(self, text: str) -> int:
+        with _told():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _told():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        problem = f"standard output cannot be written: {error.strerror}"
+        raise OutputError(problem, "what the command did is done; make room, or send its output elsewhere") from error
+
+
+def prepare() -> None:
+    """Make sure that standard input, output and error are open, before anything else is opened in their place.
+
+    A store's file that became descriptor 1 would be written over by the first word printed.
+    """
+    closed: set[int] = set()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            closed.add(number)
+    if sys.stderr is None:
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False))
+    raw: io.RawIOBase = _Closed() if 1 in closed else io.FileIO(1, "w", closefd=False)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout = _Output(io.BufferedWriter(raw), encoding, errors="replace", line_buffering=os.isatty(1))
+
+
+def _give_up_output() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter's end does not try again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = io.StringIO()
 
 
 class _Terminated(BaseException):

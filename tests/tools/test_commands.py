@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
+from kvstore.events import Cause, Skipped
 from kvstore.kv import HostKV
 from kvstore.tools.cli import app
+from kvstore.tools.show import CAUSES, SKIPS
 
 
 def run(*words: str | Path, code: int = 0, answer: str | None = None) -> str:
@@ -36,6 +40,25 @@ def test_stats_counts_what_is_stored(made: Any) -> None:
     blocks = sum(-(-length // made.layout.block_tokens) for lengths in made.lengths.values() for length in lengths)
     assert tiers["nvme"]["blocks"] == tiers["ram"]["blocks"] == blocks
     assert "nvme" in run("stats", "--path", made.path)
+
+
+def test_stats_says_why_tokens_missed(made: Any) -> None:
+    with kvstore.open(made.path, ram="8MiB", nvme="16MiB") as store:
+        space = store.namespace(made.layout, salt="first", label="first")
+        store.load(store.match(space, [1, 2, 3]), HostKV.stacked(made.layout, np.zeros((2, 2, 2, 3, 16), np.uint32)))
+        store.events.emit(Skipped("nvme", "queue full", 5))
+    text = run("stats", "--path", made.path)
+    assert "never stored, or pushed out since" in text
+    assert "nvme is slower than what is saved" in text
+
+
+def test_every_cause_and_reason_is_explained() -> None:
+    assert set(CAUSES) == {cause.value for cause in Cause}
+    tree = Path(__file__).resolve().parents[2]
+    code = "\n".join(file.read_text() for folder in ("kvstore", "adapters") for file in (tree / folder).rglob("*.py"))
+    told = set(re.findall(r"Skipped\([^()]*?(?:\([^()]*\))?[^()]*?, \"([a-z ]+)\",", code))
+    assert told <= set(SKIPS)
+    assert len(told) > 4
 
 
 def test_looking_keeps_the_budgets_a_store_was_given(made: Any) -> None:
@@ -125,7 +148,7 @@ def test_a_wipe_leaves_nothing_to_be_read(made: Any, own_settings: Path) -> None
         (["evict", "--namespace", "first", "--prefix", "9,9"], "only 0 of these 2 tokens"),
         (["evict", "--namespace", "first", "--prefix", "x,y"], "not a list of token ids"),
         (["evict", "--namespace", "first", "--prefix", "zz"], "no stored sequence"),
-        (["evict", "--tier", "tape"], "there is no tier 'tape'"),
+        (["evict", "--tier", "tape"], "there is no tier 'tape' choose one of ram, nvme"),
         (["ls", "third"], "no namespace 'third'"),
     ],
 )
@@ -191,6 +214,25 @@ def test_a_foreign_superblock_is_one_message(made: Any) -> None:
 
 def command_line(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "kvstore.tools.cli", *map(str, words)]
+
+
+@pytest.mark.parametrize("command", ["doctor", "stats", "ls", "verify"])
+@pytest.mark.parametrize("way", [">/dev/full", ">&-", "--json >/dev/full"])
+def test_output_that_cannot_be_written_is_one_message_and_a_code(made: Any, command: str, way: str) -> None:
+    line = shlex.join(command_line(command, "--path", made.path)) + f" {way}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 21, done.stderr
+    why = "it is closed" if way == ">&-" else "No space"
+    assert f"error: standard output cannot be written: {why}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_closed_descriptors_never_become_files_of_the_store(made: Any) -> None:
+    line = shlex.join(command_line("evict", "--all", "--yes", "--path", made.path)) + " <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", line], check=False)
+    assert done.returncode == 21
+    assert run_json("verify", "--path", made.path) == {"ok": True, "checked": 0, "repaired": 0, "problems": []}
 
 
 def test_a_closed_pipe_is_not_an_error(made: Any) -> None:

@@ -14,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
+from kvstore.errors import PathError
+from kvstore.settings import Settings
 from kvstore.tools.cli import app
-from kvstore.tools.doctor import Finding, Grade, allocated_bytes, examine
+from kvstore.tools.doctor import LOOKS, Finding, Grade, allocated_bytes, examine
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,20 @@ def test_a_file_is_not_a_place_for_a_store(tmp_path: Path) -> None:
         (found,) = [finding for finding in examine(path) if finding.subject == "store"]
         assert found.grade is Grade.REFUSED
         assert found.value.endswith("file is not a directory")
+
+
+@pytest.mark.parametrize("subject", LOOKS)
+def test_a_subject_keeps_its_name_when_the_look_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: str
+) -> None:
+    own = {finding.subject for finding in LOOKS[subject](Settings.resolve(tmp_path))}
+    assert not own or subject in own
+
+    def fails(settings: Settings) -> Any:
+        raise PathError("it cannot be looked at", "look again")
+
+    monkeypatch.setitem(LOOKS, subject, fails)  # type: ignore[arg-type]
+    assert found(tmp_path, subject).grade is Grade.REFUSED
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
