@@ -21,6 +21,7 @@ from kvstore.tools.api_access import Behind, Trusted
 from kvstore.tools.catalogue import FIRST
 from kvstore.tools.problems import RESPONSES, Refused
 from kvstore.tools.service import Service, TooManyWatchers
+from kvstore.tools.tenants import quotas_told
 
 routes = APIRouter(prefix="/v1", responses=RESPONSES, tags=["look"])
 plain = APIRouter(tags=["health"], responses=RESPONSES)
@@ -83,6 +84,12 @@ async def prefixes(
 async def names(service: Behind) -> dict[str, Any]:
     """Named prefixes: how much of each is still stored, and until when it is pinned."""
     return await service.run(answers.names, service.store)
+
+
+@routes.get("/quotas", response_model=models.QuotasGiven)
+async def quotas(service: Behind) -> dict[str, Any]:
+    """Quotas by salt and tier, and what is held of each."""
+    return {"quotas": await service.run(quotas_told, service.store, None)}
 
 
 @routes.get("/processes", response_model=models.ProcessesGiven)

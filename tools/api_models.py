@@ -327,6 +327,22 @@ class JobsGiven(Given):
     jobs: list[JobGiven]
 
 
+class QuotaGiven(Given):
+    """What a salt, by its digest, may hold in a tier, and holds."""
+
+    salt: str
+    labels: str
+    tier: str
+    limit_bytes: int
+    used_bytes: int
+
+
+class QuotasGiven(Given):
+    """All of them."""
+
+    quotas: list[QuotaGiven]
+
+
 class ProcessGiven(Given):
     """A process that has the store open. hbm, nvme: which tiers it uses. self: this server."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvstore.errors import SettingsError
 from kvstore.sizes import format_size
-from kvstore.tools import answers, terminal
+from kvstore.tools import answers, remote, terminal
+from kvstore.tools.remote import Remote
 from kvstore.tools.standing import standing_store
 from kvstore.wiping import Wiped
 
@@ -31,6 +32,7 @@ def evict(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Evict everything, a namespace, a salt, a prefix or a name with all that continues it, or what was long unused.
@@ -42,6 +44,13 @@ def evict(
 
         kvstore evict --tier ram --yes --path ./store
     """
+    server = remote.at(url)
+    if server is not None:
+        if wipe:
+            raise SettingsError("--wipe is not done through a server", "run it on the store's own host, with --path")
+        named = {"namespace": namespace, "prefix": prefix, "name": name, "salt": salt, "unused": unused}
+        _evict_there(server, {"everything": everything, "tier": tier, **named}, dry_run, yes, as_json)
+        return
     with standing_store(path) as store:
         if wipe and tier is not None:
             raise SettingsError("--wipe goes through every tier", "leave --tier out")
@@ -72,15 +81,29 @@ def evict(
             if done and wipe:
                 with terminal.progress() as step:
                     wiped = store.wipe(step)
-    if as_json:
-        told = {"dry_run": dry_run, "evicted": done, "blocks": counts}
-        terminal.print_json(told | ({} if wiped is None else {"wiped": asdict(wiped)}))
-    elif dry_run:
-        terminal.console().print(f"Would evict {_words(counts)}.")
-    elif done and target is not None:
-        terminal.console().print(f"Evicted {_words(counts)}.")
+    more = {} if wiped is None else {"wiped": asdict(wiped)}
+    _tell(dry_run, done, counts if target is not None else None, more, as_json)
     if wiped is not None and not as_json:
         _show_wiped(wiped)
+    if not done and not dry_run:
+        raise typer.Exit(1)
+
+
+def _tell(dry_run: bool, done: bool, counts: dict[str, int] | None, more: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        terminal.print_json({"dry_run": dry_run, "evicted": done, "blocks": counts or {}, **more})
+    elif counts is not None and (dry_run or done):
+        terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {_words(counts)}.")
+
+
+def _evict_there(server: Remote, asked: dict[str, Any], dry_run: bool, yes: bool, as_json: bool) -> None:
+    """The same through a server: counted, asked, then done as it was counted."""
+    would = server.post("/v1/evict", asked)
+    done = not dry_run and terminal.confirmed(f"Evict {_words(would['blocks'])}?", yes)
+    counts = would["blocks"] if dry_run else dict.fromkeys(would["blocks"], 0)
+    if done:
+        counts = server.post("/v1/evict", {**asked, "dry_run": False, "confirm": would["confirm"]})["blocks"]
+    _tell(dry_run, done, counts, {}, as_json)
     if not done and not dry_run:
         raise typer.Exit(1)
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import os
-import stat
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvstore.errors import PathError, SettingsError
+from kvstore.errors import SettingsError
 from kvstore.tools import problems
 from kvstore.tools.connections import HEAD_BYTES
 from kvstore.tools.problems import Refused
@@ -31,8 +28,6 @@ BODY_BYTES = 4 << 20
 """A prompt of half a million tokens, written as JSON."""
 BODY_S = 10.0
 REQUEST_S = 60.0
-TOKEN_MIN = 16
-TOKEN_FILE_LIMIT = 4096
 STREAM = "/v1/events"
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """Beside the page's own files: what tells nothing of the store's content."""
@@ -96,35 +91,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> str | None:
-    """The token: of a file that nobody else may read, else of KVSTORE_TOKEN, else None.
-
-    Raises PathError, SettingsError.
-    """
-    if file is None:
-        found = (os.environ if environ is None else environ).get("KVSTORE_TOKEN") or None
-        return _usable(found, "KVSTORE_TOKEN") if found is not None else None
-    try:
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            raw = opened.read(TOKEN_FILE_LIMIT)
-    except OSError as error:
-        remedy = f"make it: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
-        raise PathError(f"{file} cannot be read: {error.strerror}", remedy) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise PathError(f"{file} can be read by others", f"chmod 600 {file}, and put another token in it")
-    return _usable(raw.decode(errors="replace").strip(), str(file))
-
-
-def _usable(token: str, source: str) -> str:
-    if len(token) < TOKEN_MIN or not token.isascii() or not token.isprintable() or " " in token:
-        raise SettingsError(
-            f"the token of {source} is no token: {len(token)} characters",
-            f"use {TOKEN_MIN} or more printable characters without spaces, such as head -c 32 /dev/urandom | base64",
-        )
-    return token
 
 
 class Guard:
@@ -198,7 +164,7 @@ class Guard:
         if scheme.lower() != "bearer" or not self._rules.knows(token.strip()):
             raise Refused(
                 401,
-                "token",
+                "unauthorized",
                 "this is not the token" if self._rules.token else "this server has no token",
                 "send Authorization: Bearer TOKEN with what the server was given",
                 {"WWW-Authenticate": "Bearer"},
@@ -241,7 +207,7 @@ def no_token() -> Refused:
     """What is said to who comes without the token."""
     return Refused(
         401,
-        "token",
+        "unauthorized",
         "this call needs the token",
         "send Authorization: Bearer TOKEN; the server gets it by --token-file or KVSTORE_TOKEN",
         {"WWW-Authenticate": "Bearer"},

@@ -165,17 +165,11 @@ def _of_tiers(stats: Stats) -> Iterator[Metric]:
 
 def _of_quotas(store: Store) -> Iterator[Metric]:
     """Quotas and what is used of them. salt: the beginning of its digest."""
-    limits = store._core.quotas.listing()
-    used: dict[tuple[str, bytes], int] = {}
-    for use in store.namespaces() if limits else ():
-        for tier, usage in use.by_tier.items():
-            key = (tier, use.record.salt)
-            used[key] = used.get(key, 0) + usage.size
     limit = GaugeMetricFamily("kvstore_quota_bytes", "What a salt may hold in a tier.", labels=("tier", "salt"))
     held = GaugeMetricFamily("kvstore_quota_used_bytes", "What it holds.", labels=("tier", "salt"))
-    for (tier, salt), amount in limits.items():
-        limit.add_metric((tier, salt.hex()[:SALT_DIGITS]), amount)
-        held.add_metric((tier, salt.hex()[:SALT_DIGITS]), used.get((tier, salt), 0))
+    for one in store.quotas():
+        limit.add_metric((one.tier, one.salt.hex()[:SALT_DIGITS]), one.limit)
+        held.add_metric((one.tier, one.salt.hex()[:SALT_DIGITS]), one.used)
     yield limit
     yield held
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from kvstore.sizes import format_size
-from kvstore.tools import answers, terminal
+from kvstore.tools import answers, remote, terminal
 from kvstore.tools.explain import TextOption, TokenizerOption
 from kvstore.tools.explaining import ago, moment
-from kvstore.tools.naming import find_tokens, namespaces_for
+from kvstore.tools.naming import find_tokens, ids_of_argument, namespaces_for
 from kvstore.tools.prompts import Tokens
 from kvstore.tools.standing import standing_store
 
@@ -34,6 +35,7 @@ def pin(
     tokenizer: TokenizerOption = None,
     as_text: TextOption = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Name a stored prefix, and keep its blocks from eviction in every tier and process, across restarts.
@@ -45,10 +47,15 @@ def pin(
         kvstore pin 40,100,101 --name rules --path ./store
     """
     tokens = Tokens(tokenizer) if tokenizer is not None else None
-    with standing_store(path) as store:
-        uses = namespaces_for(store, namespace, salt)
-        space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=True)
-        told = answers.pin(store, name, space, ids, priority=priority, ttl=ttl, partial=partial)
+    server = remote.at(url)
+    if server is not None:
+        asked = _asked(prompt, namespace, salt, tokens, as_text, settled=True)
+        told = server.post("/v1/pin", {**asked, "pin_as": name, "priority": priority, "ttl": ttl, "partial": partial})
+    else:
+        with standing_store(path) as store:
+            uses = namespaces_for(store, namespace, salt)
+            space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=True)
+            told = answers.pin(store, name, space, ids, priority=priority, ttl=ttl, partial=partial)
     if as_json:
         terminal.print_json(told)
     else:
@@ -60,6 +67,7 @@ def pin(
 def unpin(
     name: Annotated[str, typer.Argument(help="The name of a prefix.")],
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Forget a name and its pin; the blocks stay, and may be evicted like any others.
@@ -68,23 +76,35 @@ def unpin(
 
         kvstore unpin greeting --path ./store
     """
-    with standing_store(path) as store:
-        told = answers.unpin(store, name)
+    server = remote.at(url)
+    if server is not None:
+        told = server.post("/v1/unpin", {"name": name})
+    else:
+        with standing_store(path) as store:
+            told = answers.unpin(store, name)
     if as_json:
         terminal.print_json(told)
     else:
         terminal.console().print(escape(f"Forgot {name!r}: its {told['tokens']:,} tokens may be evicted again."))
 
 
-def names(path: terminal.PathOption = None, as_json: terminal.JsonOption = False) -> None:
+def names(
+    path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
     """List named prefixes: how much of each is still stored, and until when it is pinned.
 
     Example:
 
         kvstore names --path ./store
     """
-    with standing_store(path) as store:
-        told = answers.names(store)
+    server = remote.at(url)
+    if server is not None:
+        told = server.get("/v1/names")
+    else:
+        with standing_store(path) as store:
+            told = answers.names(store)
     if as_json:
         terminal.print_json(told)
         return
@@ -103,6 +123,7 @@ def show(
     tokenizer: TokenizerOption = None,
     as_text: TextOption = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """One prefix: how many of its tokens are stored in which tier, its blocks and bytes, its names, and its text.
@@ -112,17 +133,31 @@ def show(
         kvstore show greeting --path ./store
     """
     tokens = Tokens(tokenizer) if tokenizer is not None else None
-    with standing_store(path) as store:
-        uses = namespaces_for(store, namespace, salt)
-        space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=False)
-        told = answers.show(store, space, ids)
+    server = remote.at(url)
+    ids: Sequence[int]
+    if server is not None:
+        told = server.post("/v1/show", _asked(prompt, namespace, salt, tokens, as_text, settled=False))
+        ids = told["first_tokens"]
+    else:
+        with standing_store(path) as store:
+            uses = namespaces_for(store, namespace, salt)
+            space, found = find_tokens(store, prompt, uses, tokens, as_text, settled=False)
+            told, ids = answers.show(store, space, found), found.tolist()
     if tokens is not None:
-        tokens.check(ids.tolist())
-        told["text"] = tokens.decode(ids.tolist())
+        tokens.check(ids)
+        told["text"] = tokens.decode(ids)
     if as_json:
         terminal.print_json(told)
     else:
         _show_prefix(prompt, told)
+
+
+def _asked(
+    prompt: str, namespace: str | None, salt: str | None, tokens: Tokens | None, as_text: bool, settled: bool
+) -> dict[str, Any]:
+    """How a server is asked for a prefix: files and texts are read here, names and keys there."""
+    ids = ids_of_argument(prompt, tokens, as_text, settled)
+    return {"namespace": namespace, "salt": salt, **({"name": prompt} if ids is None else {"tokens": list(ids)})}
 
 
 def _show_prefix(title: str, told: dict[str, Any]) -> None:

@@ -83,12 +83,18 @@ def find_tokens(
     settled: of a chat only what stays whatever is said next. Raises NotFoundError where nothing of it is stored,
     AmbiguousError where several namespaces have as much of it, SettingsError for text without a tokenizer.
     """
+    ids = ids_of_argument(argument, tokens, as_text, settled)
+    return by_name(store, argument, uses) if ids is None else by_ids(store, ids, uses)
+
+
+def ids_of_argument(argument: str, tokens: Tokens | None, as_text: bool, settled: bool) -> Sequence[int] | None:
+    """The token ids that an argument means; None for what may be a name or a key. Raises SettingsError, PathError."""
     prompt = read_prompt(argument, as_text)
     if prompt is None:
-        return by_name(store, argument, uses)
+        return None
     if tokens is None and prompt.ids is None:
         raise SettingsError(f"{prompt.source} is text, and the store knows tokens", "pass --tokenizer, or token ids")
-    return by_ids(store, (tokens.ids(prompt, settled) if tokens is not None else prompt.ids) or (), uses)
+    return (tokens.ids(prompt, settled) if tokens is not None else prompt.ids) or ()
 
 
 def by_ids(store: Store, listed: Sequence[int], uses: Sequence[NamespaceUse]) -> tuple[Namespace, Ids]:

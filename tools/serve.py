@@ -11,6 +11,7 @@ import typer
 from kvstore.errors import MissingExtraError, PathError
 from kvstore.tools import terminal
 from kvstore.tools.standing import standing_store
+from kvstore.tools.token_file import read_token
 
 PORT = 8717
 SHUTDOWN_S = 5
@@ -42,7 +43,7 @@ def serve(
 
         from kvstore.tools.api import application
         from kvstore.tools.connections import HEAD_BYTES, Connection
-        from kvstore.tools.guard import read_token, rules_for
+        from kvstore.tools.guard import rules_for
     except ImportError as error:
         raise MissingExtraError(
             f"kvstore serve needs {error.name}", 'install it: pip install "prefix-kvstore[serve]"'

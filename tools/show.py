@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from kvstore.listing import NamespaceUse, Prefix
-from kvstore.records import Usage
 from kvstore.sizes import format_size
 from kvstore.statistics import Stats, by_middle
-from kvstore.tools import answers, terminal
+from kvstore.tools import answers, remote, terminal
+from kvstore.tools.remote import Remote
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
 
 SHOWN_TOKENS = 8
@@ -43,15 +43,23 @@ SKIPS = {
 ELLIPSIS = "…"
 
 
-def stats(path: terminal.PathOption = None, as_json: terminal.JsonOption = False) -> None:
+def stats(
+    path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
     """What each tier holds, and what all processes together were asked, served, and missed.
 
     Example:
 
         kvstore stats --path ./store
     """
-    with standing_store(path) as store:
-        found = store.stats()
+    server = remote.at(url)
+    if server is not None:
+        found = remote.stats_of(server.get("/v1/stats"))
+    else:
+        with standing_store(path) as store:
+            found = store.stats()
     if as_json:
         terminal.print_json(found.to_dict())
     else:
@@ -62,6 +70,7 @@ def ls(
     namespace: Annotated[str | None, typer.Argument(help="A label, or the beginning of a root.")] = None,
     limit: Annotated[int, typer.Option(help="Sequences shown, the last used first; 0 for all.", min=0)] = 50,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """List namespaces; with one named, its stored sequences with their first tokens.
@@ -70,17 +79,29 @@ def ls(
 
         kvstore ls --path ./store
     """
-    with standing_store(path) as store:
-        if namespace is None:
-            uses = store.namespaces()
-        else:
+    told = _listed(remote.at(url), path, namespace, limit)
+    if as_json:
+        terminal.print_json(told)
+    elif namespace is None:
+        _show_namespaces(told["namespaces"])
+    else:
+        _show_prefixes(told)
+
+
+def _listed(server: Remote | None, path: Path | None, namespace: str | None, limit: int) -> dict[str, Any]:
+    """All namespaces, or one with its sequences."""
+    if server is None:
+        with standing_store(path) as store:
+            if namespace is None:
+                return {"namespaces": [answers.namespace_told(use) for use in store.namespaces()]}
             use = find_namespace(store, namespace)
             found = store.prefixes(use.record.root)
-            shown = found[: limit or len(found)]
+            return answers.prefixes_told(use, found[: limit or len(found)], len(found))
     if namespace is None:
-        _show_namespaces(uses, as_json)
-    else:
-        _show_prefixes(use, shown, len(found), as_json)
+        return server.get("/v1/namespaces")
+    chosen = server.namespace(namespace)
+    listed, total = server.prefixes(chosen["root"], limit)
+    return {"namespace": chosen, "total": total, "prefixes": listed}
 
 
 def _show_stats(found: Stats) -> None:
@@ -124,51 +145,48 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
-def _show_namespaces(uses: list[NamespaceUse], as_json: bool) -> None:
-    if as_json:
-        terminal.print_json({"namespaces": [answers.namespace_told(use) for use in uses]})
-        return
-    tiers = sorted({tier for use in uses for tier in use.by_tier}, reverse=True)
+def _show_namespaces(told: list[dict[str, Any]]) -> None:
+    tiers = sorted({tier for one in told for tier in one["tiers"]}, reverse=True)
     rows = [
         (
-            use.record.root.hex()[:ID_DIGITS],
-            use.record.label,
-            "salted" if use.record.salt else "",
-            *(_used(use.by_tier.get(tier, Usage())) for tier in tiers),
+            one["root"][:ID_DIGITS],
+            one["label"],
+            "salted" if one["salt"] else "",
+            *(_used(one["tiers"].get(tier, {"blocks": 0, "bytes": 0})) for tier in tiers),
         )
-        for use in uses
+        for one in told
     ]
     columns = ("root", "label", "", *tiers)
     terminal.console().print(terminal.table("Namespaces", columns, rows, right=range(3, len(columns))))
 
 
-def _used(usage: Usage) -> str:
-    return f"{usage.blocks:,} blocks, {format_size(usage.size)}"
+def _used(usage: dict[str, int]) -> str:
+    return f"{usage['blocks']:,} blocks, {format_size(usage['bytes'])}"
 
 
-def _show_prefixes(use: NamespaceUse, shown: list[Prefix], total: int, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json(answers.prefixes_told(use, shown, total))
-        return
+def _show_prefixes(told: dict[str, Any]) -> None:
+    shown, total, use = told["prefixes"], told["total"], told["namespace"]
     rows = [
         (
-            prefix.key.hex()[:ID_DIGITS],
-            f"{prefix.tokens:,}",
-            ", ".join(f"{tier} {count}" for tier, count in prefix.by_tier.items()),
-            f"{prefix.idle_s:,.0f} s ago",
-            _first(prefix),
+            one["key"][:ID_DIGITS],
+            f"{one['tokens']:,}",
+            ", ".join(f"{tier} {count}" for tier, count in one["blocks"].items()),
+            f"{one['idle_s']:,.0f} s ago",
+            _first(one),
         )
-        for prefix in shown
+        for one in shown
     ]
     columns = ("key", "tokens", "blocks", "used", "first tokens")
-    title = f"{use.record.label or use.record.root.hex()[:ID_DIGITS]}: {total} sequences"
+    title = f"{use['label'] or use['root'][:ID_DIGITS]}: {total} sequences"
     terminal.console().print(terminal.table(title, columns, rows, right=(1, 3)))
     if total > len(shown):
         terminal.say(f"{total - len(shown)} more: --limit 0 shows all")
 
 
-def _first(prefix: Prefix) -> str:
-    if not prefix.first_tokens:
+def _first(one: dict[str, Any]) -> str:
+    if not one["whole"]:
         return "(its beginning was evicted)"
-    listed = ",".join(map(str, prefix.first_tokens[:SHOWN_TOKENS]))
-    return listed + (f",{ELLIPSIS}" if prefix.tokens > SHOWN_TOKENS else "")
+    if not one["first_tokens"]:
+        return "(told only with the token)"
+    listed = ",".join(map(str, one["first_tokens"][:SHOWN_TOKENS]))
+    return listed + (f",{ELLIPSIS}" if one["tokens"] > SHOWN_TOKENS else "")

@@ -52,7 +52,7 @@ def quota(
             asks = sum(would.values()) and not dry_run
             done = not dry_run and (not asks or terminal.confirmed(f"Evict {_blocks(would)}?", yes))
             evicted = store.set_quota(salt, ram=in_ram, nvme=in_nvme) if done else would if dry_run else {}
-        listed = _quotas(store, salt)
+        listed = quotas_told(store, salt)
     if as_json:
         terminal.print_json({"quotas": listed, "changed": done, "dry_run": dry_run, "evicted": evicted})
     else:
@@ -125,7 +125,8 @@ def _limit(text: str | None) -> int | EllipsisType | None:
     return None if text.lower() == OFF else parse_size(text)
 
 
-def _quotas(store: Store, salt: str | None) -> list[dict[str, Any]]:
+def quotas_told(store: Store, salt: str | None) -> list[dict[str, Any]]:
+    """Quotas with what is held of each, all or those of one salt. Raises NotFoundError."""
     labels: dict[bytes, list[str]] = {}
     for use in store.namespaces():
         labels.setdefault(use.record.salt, []).append(use.record.label or use.record.root.hex()[:ID_DIGITS])

@@ -37,6 +37,15 @@ PathOption: TypeAlias = Annotated[
     Path | None,
     typer.Option("--path", envvar="KVSTORE_PATH", help="The store's directory.", show_default=False),
 ]
+UrlOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="KVSTORE_URL",
+        help="Ask kvstore serve there, with the token of KVSTORE_TOKEN, instead of --path.",
+        show_default=False,
+    ),
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Step: TypeAlias = Callable[[str, int, int | None], None]
 """Told a stage's name, how much of it is done, and of how much (None: unknown)."""

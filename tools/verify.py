@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from kvstore.tools import answers, terminal
+from kvstore.tools import answers, remote, terminal
+from kvstore.tools.remote import Remote
 from kvstore.tools.standing import standing_store
+from kvstore.verification import Report
 
 SHOWN = 50
 
@@ -17,6 +20,7 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is wrong.")] = False,
     books_only: Annotated[bool, typer.Option("--books-only", help="Leave out the payloads' checksums.")] = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Check index, slots and counters of every tier, and every block's checksum. Exit code 1 when something is wrong.
@@ -27,12 +31,10 @@ def verify(
 
         kvstore verify --path ./store
     """
-    with standing_store(path) as store, terminal.progress() as step:
-        report = store.verify(
-            payloads=not books_only, repair=repair, progress=lambda done, total: step("verify", done, total)
-        )
+    told = _verified(remote.at(url), path, repair, books_only)
+    report = Report(told["problems"], told["checked"], told["repaired"])
     if as_json:
-        terminal.print_json(answers.verified(report))
+        terminal.print_json(told)
     else:
         out = terminal.console()
         for problem in report.problems[:SHOWN]:
@@ -45,3 +47,16 @@ def verify(
             out.print(f"Repaired: {report.repaired:,} blocks were removed")
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _verified(server: Remote | None, path: Path | None, repair: bool, books_only: bool) -> dict[str, Any]:
+    """What was found, here or by a server."""
+    with terminal.progress() as step:
+
+        def progress(done: int, total: int) -> None:
+            step("verify", done, total or None)
+
+        if server is not None:
+            return server.finished("/v1/verify", {"repair": repair, "books_only": books_only}, progress)
+        with standing_store(path) as store:
+            return answers.verified(store.verify(payloads=not books_only, repair=repair, progress=progress))

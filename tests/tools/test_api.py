@@ -222,6 +222,13 @@ def test_the_stream_tells_what_another_handle_does(made: Any, served: Served) ->
     assert sum(look["hit_tokens"].get("ram", 0) for look in looks) == 40
 
 
+def test_quotas_are_told_with_what_is_held(served: Served) -> None:
+    assert served.get("/v1/quotas") == {"quotas": []}
+    served.store.set_quota("first", ram=1 << 20)
+    (one,) = served.get("/v1/quotas")["quotas"]
+    assert (one["tier"], one["limit_bytes"], one["used_bytes"]) == ("ram", 1 << 20, 4 * 12288)
+
+
 def test_the_server_tells_its_settings_and_who_is_attached(made: Any, served: Served) -> None:
     found = served.get("/v1/server")
     assert (found["read_only"], found["may_change"]) == (False, True)

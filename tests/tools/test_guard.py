@@ -19,7 +19,8 @@ from served import TOKEN, Served, serving
 
 from kvstore.errors import KVStoreError, SettingsError
 from kvstore.tools import connections, guard, service
-from kvstore.tools.guard import Rules, is_loopback, read_token, rules_for
+from kvstore.tools.guard import Rules, is_loopback, rules_for
+from kvstore.tools.token_file import read_token
 
 CHANGES = [("POST", f"/v1/{name}") for name in ("pin", "unpin", "evict", "prefetch", "verify", "show", "explain")]
 CHANGES += [("GET", "/v1/jobs"), ("GET", "/v1/jobs/0123456789abcdef"), ("DELETE", "/v1/jobs/0123456789abcdef")]
