@@ -38,7 +38,7 @@ class Job(Future[T]):
 
 
 class CopyThreads:
-    """Two pools: ``copy`` for memory, ``read`` for disks.
+    """Three pools: ``copy`` for memory, ``read`` for disks, ``write`` for what the mover writes to one.
 
     A caller that waits for its copies takes part in them (`wait_all`), so that one thread less is enough, and no
     more threads run than ``copy_threads``: on few cores one too many, put to sleep at the wrong moment, stops all.
@@ -48,6 +48,7 @@ class CopyThreads:
         self.copy_threads = copy_threads
         self._copy = ThreadPoolExecutor(max(1, copy_threads - 1), thread_name_prefix="kvstore-copy")
         self._read = ThreadPoolExecutor(io_threads, thread_name_prefix="kvstore-read")
+        self._write = ThreadPoolExecutor(1, thread_name_prefix="kvstore-write")
         self._spare: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 
@@ -58,6 +59,10 @@ class CopyThreads:
     def read(self, work: Callable[[], T]) -> Job[T]:
         """Run a disk read."""
         return _submit(self._read, work)
+
+    def write(self, work: Callable[[], T]) -> Job[T]:
+        """Run a disk write."""
+        return _submit(self._write, work)
 
     def run_length(self, blocks: int, most: int = 16) -> int:
         """Blocks to a job, so that every thread has work and a job is worth its start."""
@@ -80,6 +85,7 @@ class CopyThreads:
 
     def close(self) -> None:
         """Wait for what runs, and end the threads."""
+        self._write.shutdown(wait=True)
         self._read.shutdown(wait=True)
         self._copy.shutdown(wait=True)
 

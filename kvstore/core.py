@@ -188,6 +188,7 @@ class Core:
                 self.nvme,
                 self.purge,
                 self.events,
+                self.threads.write,
                 batch_bytes=settings.mover_batch_bytes,
                 queue_bytes=settings.mover_queue_bytes,
             )

@@ -10,8 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Events, Fault, Moved, Notice, Skipped
@@ -22,9 +25,13 @@ from kvstore.slots import SlotRef
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
+from kvstore.tiers.reservation import Reserved
 
 FAULTS_BEFORE_PAUSE = 3
 PAUSE_S = 30.0
+_T = TypeVar("_T")
+Written: TypeAlias = list[tuple[Placement, bytes]]
+"""Blocks whose slots hold them now, with their checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +46,36 @@ class Move:
     now: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Blocks on their way: what was reserved for them, and the write, which gives what was written, with checksums."""
+
+    moves: list[Move]
+    reserved: Reserved
+    written: Future[Written]
+    epoch: int
+    now: int
+    began: float
+
+
 class Mover:
-    """Copies from `ram` to `nvme`. batch_bytes: moved at once; queue_bytes: what may wait."""
+    """Copies from `ram` to `nvme`. write: runs writes, one after the other, in another thread.
+
+    batch_bytes: moved at once; queue_bytes: what may wait.
+    """
 
     def __init__(
-        self, ram: RamTier, nvme: NvmeTier, purge: PurgeLog, events: Events, *, batch_bytes: int, queue_bytes: int
+        self,
+        ram: RamTier,
+        nvme: NvmeTier,
+        purge: PurgeLog,
+        events: Events,
+        write: Callable[[Callable[[], Written]], Future[Written]],
+        *,
+        batch_bytes: int,
+        queue_bytes: int,
     ) -> None:
+        self._run_write = write
         self._ram, self._nvme, self._purge, self._events = ram, nvme, purge, events
         self._batch_bytes, self._queue_bytes = batch_bytes, queue_bytes
         self._queue: deque[Move] = deque()
@@ -52,6 +83,7 @@ class Mover:
         self._busy = False
         self._stopping = False
         self._faults = 0
+        self._finished = 0.0
         self._paused_until = 0.0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvstore-mover", daemon=True)
@@ -112,29 +144,37 @@ class Mover:
         return done
 
     def _run(self) -> None:
+        """Take a batch and begin to write it, then finish the one before: the disk never waits for the index."""
+        under_way: _Batch | None = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or (self._queue and not self.paused), self._wait())
-                if self._stopping:
+                if under_way is None:
+                    self._changed.wait_for(lambda: self._stopping or (self._queue and not self.paused), self._wait())
+                if self._stopping and under_way is None:
                     return
-                batch = [] if self.paused else self._take()
-                self._busy = bool(batch)
-            if not batch:
-                continue
-            try:
-                self._move(batch)
-                self._faults = 0
-            except (BusyError, ClosedError) as error:
-                self._events.emit(Skipped(self._nvme.name, "busy", len(batch)))
-                self._events.emit(Fault(self._nvme.name, "move", error.problem))
-            except KVStoreError as error:
-                self._fault(error, len(batch))
-            except Exception as error:  # noqa: BLE001  the mover must outlive anything, and say so
-                self._fault(StorageError(repr(error), ""), len(batch))
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+                moves = self._take() if self._queue and not (self.paused or self._stopping) else []
+                self._busy = bool(moves) or under_way is not None
+            begun = self._guarded(len(moves), lambda: self._begin(moves)) if moves else None  # noqa: B023
+            if under_way is not None:
+                batch = under_way
+                self._guarded(len(batch.moves), lambda: self._finish(batch))  # noqa: B023
+            under_way = begun
+            with self._changed:
+                self._busy = under_way is not None
+                self._changed.notify_all()
+
+    def _guarded(self, blocks: int, step: Callable[[], _T]) -> _T | None:
+        """What a step gives; None when it failed, which is told."""
+        try:
+            return step()
+        except (BusyError, ClosedError) as error:
+            self._events.emit(Skipped(self._nvme.name, "busy", blocks))
+            self._events.emit(Fault(self._nvme.name, "move", error.problem))
+        except KVStoreError as error:
+            self._fault(error, blocks)
+        except Exception as error:  # noqa: BLE001  the mover must outlive anything, and say so
+            self._fault(StorageError(repr(error), ""), blocks)
+        return None
 
     def _wait(self) -> float | None:
         return max(0.05, self._paused_until - time.monotonic()) if self._queue else None
@@ -152,37 +192,49 @@ class Mover:
         self._queued -= size
         return batch
 
-    def _move(self, batch: list[Move]) -> None:
+    def _begin(self, moves: list[Move]) -> _Batch:
+        """Reserve slots, and have them written."""
         began = time.perf_counter()
-        first = batch[0]
+        first = moves[0]
         space = self._nvme.space(first.record)
-        moves = {move.name.index_key: move for move in batch}
-        epoch = min(move.entry.epoch for move in batch)
-        now = max(move.now for move in batch)
-        reserved = self._nvme.reserve([move.name for move in batch], space, first.slot_bytes, epoch, now=now)
-        pairs = [(placement, moves[placement.name.index_key]) for placement in reserved.placed]
+        named = {move.name.index_key: move for move in moves}
+        epoch = min(move.entry.epoch for move in moves)
+        now = max(move.now for move in moves)
+        reserved = self._nvme.reserve([move.name for move in moves], space, first.slot_bytes, epoch, now=now)
+        pairs = [(placement, named[placement.name.index_key]) for placement in reserved.placed]
         try:
             if reserved.left:
                 reason = "quota" if reserved.over_quota else "full"
                 self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
-                self._mark([moves[name.index_key] for name in reserved.left], REFUSED)
-            done = self._write(pairs, first.slot_bytes)
-            stones = self._purge.newer(epoch)
-            published = self._nvme.publish([(p, checksum) for p, checksum in done], stones, now=now)
+                self._mark([named[name.index_key] for name in reserved.left], REFUSED)
+            written = self._run_write(partial(self._write, pairs, first.slot_bytes))
+        except BaseException:
+            self._nvme.abandon(reserved.placed)
+            raise
+        return _Batch(moves, reserved, written, epoch, now, began)
+
+    def _finish(self, batch: _Batch) -> None:
+        """When a batch is written: publish it, and flag its `ram` slots as clean."""
+        first, reserved = batch.moves[0], batch.reserved
+        try:
+            done = batch.written.result()
+            published = self._nvme.publish(done, self._purge.newer(batch.epoch), now=batch.now)
         except BaseException:
             self._nvme.abandon(reserved.placed)
             raise
         kept = {placement.ref for placement in published}
-        self._nvme.abandon([placement for placement, _ in pairs if placement.ref not in kept])
+        self._nvme.abandon([placement for placement in reserved.placed if placement.ref not in kept])
         clean = {placement.name.key for placement in published} | {entry.key for entry in reserved.known}
-        self._mark([move for move in batch if move.name.key in clean], CLEAN)
-        size = len(published) * first.payload_bytes
+        self._mark([move for move in batch.moves if move.name.key in clean], CLEAN)
+        self._faults = 0
         if published:
-            seconds = time.perf_counter() - began
+            size, now = len(published) * first.payload_bytes, time.perf_counter()
+            seconds = now - max(batch.began, self._finished)  # batches overlap; no second is counted twice
             root = first.record.root
             self._events.emit(Moved(self._ram.name, self._nvme.name, len(published), size, seconds, root))
+        self._finished = time.perf_counter()
 
-    def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> list[tuple[Placement, bytes]]:
+    def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> Written:
         """Write slot images straight from `ram`; those that changed under the write are left out."""
         live = self._ram.unchanged([move.entry for _, move in pairs])
         if not all(live):
