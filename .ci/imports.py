@@ -26,6 +26,7 @@ NEED_EXTRA = (
     "kvstore.tools.problems",
     "kvstore.tools.resume",
     "kvstore.tools.service",
+    "kvstore.tools.tracing",
 )
 """Prefixes of what may fail for want of an extra. All else must import with the core's dependencies alone."""
 

@@ -69,6 +69,16 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True)
+class Matched:
+    """Of ``asked`` tokens that may be served, ``tokens`` are stored; looking took ``seconds``."""
+
+    asked: int
+    tokens: int
+    seconds: float
+    namespace: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """An engine ran the part of a prompt that it did not find.
 
@@ -150,7 +160,7 @@ class Refusal:
     reason: str
 
 
-Event: TypeAlias = Hit | Miss | Prefilled | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
+Event: TypeAlias = Hit | Miss | Matched | Prefilled | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
 Observer: TypeAlias = Callable[[Event], None]
 
 
@@ -235,6 +245,8 @@ def _changes(event: Event) -> list[tuple[str, int]]:
             ]
         case Miss(cause, tokens):
             return [(f"miss.{cause.value}.tokens", tokens), ("asked.tokens", tokens)]
+        case Matched(_, _, seconds):
+            return [("match.times", 1), ("match.microseconds", round(seconds * 1e6))]
         case Prefilled(adapter, rerun, computed, seconds):
             return [
                 (f"prefill.{adapter}.rerun.tokens", rerun),

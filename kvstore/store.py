@@ -17,7 +17,7 @@ from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.days import Days
 from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
-from kvstore.events import Cause, Events, Fault, Observer
+from kvstore.events import Cause, Events, Fault, Matched, Observer
 from kvstore.eviction import Target
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
@@ -96,12 +96,15 @@ class Store:
         ids = as_tokens(tokens)
         linked = chain(space.root, ids, space.layout.block_tokens, extras)
         most = len(ids) if limit is None else max(0, min(limit, len(ids)))
+        began = time.perf_counter()
         try:
-            return match_chain(core.tiers, space, linked, most, core.purge.epoch())
+            found = match_chain(core.tiers, space, linked, most, core.purge.epoch())
         except KVStoreError as error:
             core.events.emit(Fault("store", "match", error.problem))
             empty = dict.fromkeys(space.layout.parts(), ())
             return Match(space, linked, len(ids), most, 0, empty, 0, Cause.IO)
+        core.events.emit(Matched(most, found.tokens, time.perf_counter() - began, space.root))
+        return found
 
     def lease(self, match: Match, seconds: float | None = None) -> Lease:
         """Keep a match's `ram` blocks from eviction. ``lease.tokens``: how many of its tokens are held in `ram`."""

@@ -71,6 +71,10 @@ def of_counters(counters: Mapping[str, int]) -> Iterator[Metric]:
         "Tokens asked for: the sum of hits by tier and misses by cause.",
         value=counters.get("asked.tokens", 0),
     )
+    yield CounterMetricFamily("kvstore_matches", "Lookups of a prompt.", value=counters.get("match.times", 0))
+    yield CounterMetricFamily(
+        "kvstore_match_seconds", "Seconds that lookups took.", value=counters.get("match.microseconds", 0) / 1e6
+    )
     for family in FAMILIES:
         metric = CounterMetricFamily(family.name, family.says, labels=family.labels)
         found = dict.fromkeys(KNOWN.get(family.first, ()), 0) | _between(counters, family.first, family.last)
