@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Ready: TypeAlias = Callable[[int], None]
 """Told, while a payload is gathered, how many of its bytes are whole by now, counted from its front."""
 
-STRETCH_BYTES = 800 << 10
+STRETCH_BYTES = 1 << 20
 """Bytes that a gather writes before it tells of them: few enough to be still in the core's own cache."""
 
 
@@ -92,16 +92,17 @@ class _Plane:
     base: int
     steps: tuple[int, ...]
 
-    def layers(self, first: int, stop: int) -> _Plane:
-        """A plane over all layers, cut to some of them."""
-        return _Plane(self.array[first:stop], self.base + first * self.steps[0], self.steps)
+    @property
+    def every_layer(self) -> bool:
+        """Whether its first axis is the layers; else it is K or V of one layer."""
+        return len(self.steps) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Planes that fill the next bytes of a payload. stop: elements *a token* before its end."""
+class _Cut(NamedTuple):
+    """Layers, or planes of one each, that fill the next bytes of a payload. stop: elements *a token* up to there."""
 
-    planes: tuple[_Plane, ...]
+    first: int
+    last: int
     stop: int
 
 
@@ -115,7 +116,7 @@ class HostKV:
     def __init__(self, layout: Layout, planes: Sequence[_Plane], capacity: int) -> None:
         self.layout = layout
         self._planes = tuple(planes)
-        self._stretches = _stretches(self._planes, STRETCH_BYTES // (layout.itemsize * layout.block_tokens))
+        self._cuts = _cuts(self._planes, STRETCH_BYTES // (layout.itemsize * layout.block_tokens))
         self._capacity = capacity
 
     @property
@@ -179,14 +180,19 @@ class HostKV:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
         if run.count == 0:
             return
+        views = [(self._inside(plane, run), self._outside(plane, start, run)) for plane in self._planes]
         if ready is None:
-            for plane in self._planes:
-                np.copyto(self._inside(plane, run), self._outside(plane, start, run))
+            for inside, outside in views:
+                np.copyto(inside, outside)
             return
-        for stretch in self._stretches:
-            for plane in stretch.planes:
-                np.copyto(self._inside(plane, run), self._outside(plane, start, run))
-            ready(stretch.stop * run.tokens * self.layout.itemsize)
+        for first, last, stop in self._cuts:
+            if self._planes[0].every_layer:
+                for inside, outside in views:
+                    np.copyto(inside[:, first:last], outside[:, first:last])
+            else:
+                for inside, outside in views[first:last]:
+                    np.copyto(inside, outside)
+            ready(stop * run.tokens * self.layout.itemsize)
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on. Raises LayoutError past the capacity."""
@@ -218,23 +224,20 @@ class HostKV:
         return np.moveaxis(tokens.reshape(*lead, run.count, run.take, dim), -3, 0)
 
 
-def _stretches(planes: Sequence[_Plane], most: int) -> tuple[_Stretch, ...]:
-    """The planes cut where a payload can be cut: about every ``most`` elements a token, between layers."""
-    if len(planes[0].steps) > 1:  # each over all layers, which lie one behind the other in a payload
+def _cuts(planes: Sequence[_Plane], most: int) -> list[_Cut]:
+    """Where a payload can be cut so that about ``most`` elements a token lie between two cuts: between layers."""
+    if planes[0].every_layer:
         layer, count = planes[0].steps[0], len(planes[0].array)
-        step = max(1, most // layer)
-        cuts = [(first, min(first + step, count)) for first in range(0, count, step)]
-        return tuple(_Stretch(tuple(plane.layers(*cut) for plane in planes), cut[1] * layer) for cut in cuts)
-    found: list[_Stretch] = []
-    pending: list[_Plane] = []
-    stop = 0
-    for plane in planes:  # K or V of one layer, one behind the other
-        pending.append(plane)
-        stop = plane.base + len(plane.array) * plane.steps[0]
-        if stop - pending[0].base >= most:
-            found.append(_Stretch(tuple(pending), stop))
-            pending = []
-    return (*found, _Stretch(tuple(pending), stop)) if pending else tuple(found)
+        stops = [layer * number for number in range(1, count + 1)]
+    else:  # one behind the other
+        stops = [plane.base + len(plane.array) * plane.steps[0] for plane in planes]
+    cuts: list[_Cut] = []
+    first = start = 0
+    for last, stop in enumerate(stops, 1):
+        if stop - start >= most or last == len(stops):
+            cuts.append(_Cut(first, last, stop))
+            first, start = last, stop
+    return cuts
 
 
 def _uniform(layout: Layout, group: int) -> LayerShape:

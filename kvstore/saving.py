@@ -7,6 +7,7 @@ already drops out by its key; what finds no room is counted, never waited for.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from kvstore.match import Namespace
 from kvstore.mover import Move
 from kvstore.purge import PurgeLog
 from kvstore.records import BlockName, Entry, block_names
-from kvstore.slots import SlotRef, join_runs
+from kvstore.slots import SlotRef
 from kvstore.states import State
 from kvstore.tiers.device import Transfer
 from kvstore.tiers.ledger import Placement
@@ -36,9 +37,6 @@ from kvstore.tiers.ram import RamTier
 
 FIRST_BATCH, BATCH = 64, 128
 """Blocks reserved in one transaction: fewer at first, so that copying begins soon, then more for each commit."""
-
-GATHER_BLOCKS = 2
-"""Blocks of one job: small, so that all threads end together."""
 
 _CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
@@ -201,10 +199,9 @@ class Saver:
         if job.buffer.device is not None:
             self._fill_from_device(fill, job)
             return
-        placed = fill.placed
-        for first, count in _runs(placed, job.chain.block_tokens, GATHER_BLOCKS):
-            members = placed[first : first + count]
-            fill.futures.append(self._threads.copy(partial(self._gather, members, job, fill.checksums)))
+        waiting = deque(fill.placed)
+        for _ in range(min(len(waiting), self._threads.copy_threads)):
+            fill.futures.append(self._threads.copy(partial(self._gather, waiting, job, fill.checksums)))
 
     def _fill_from_device(self, fill: _Fill, job: SaveJob) -> None:
         """The same by way of `hbm`; blocks that find no staging there are given back at once."""
@@ -232,15 +229,26 @@ class Saver:
         payload = image[HEADER_BYTES : HEADER_BYTES + job.payload(placement.name.tokens)]
         checksums[placement.ref] = _head(image, placement.name, len(payload), payload_checksum(payload))
 
-    def _gather(self, members: Sequence[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
-        """Block by block; a checksum is taken of what a core has just written, while it is in its cache."""
-        for placement in members:
+    def _gather(self, waiting: deque[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
+        """Block by block until none waits, so that all threads end together.
+
+        A checksum is taken of what a core has just written, while it is in its cache.
+        """
+        while waiting:
+            try:
+                placement = waiting.popleft()
+            except IndexError:  # another thread took the last
+                return
             name = placement.name
             image = self._ram.slot(placement.ref, job.slot_bytes)
             size = job.payload(name.tokens)
             checksum = PayloadChecksum(image[HEADER_BYTES : HEADER_BYTES + size])
             run = Run(image, HEADER_BYTES, len(image), 1, name.tokens, name.tokens)
-            job.buffer.gather(name.depth * job.chain.block_tokens, run, checksum.upto)
+            try:
+                job.buffer.gather(name.depth * job.chain.block_tokens, run, checksum.upto)
+            except BaseException:
+                waiting.clear()
+                raise
             checksums[placement.ref] = _head(image, name, size, checksum.digest())
 
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
@@ -251,6 +259,8 @@ class Saver:
         if self._device is not None and len(published) < len(done):
             kept = {placement.ref for placement in published}
             self._device.forget([placement for placement, _ in done if placement.ref not in kept])
+        if self._nvme is None:
+            return published
         checksums = {placement.ref: checksum for placement, checksum in done}
         for placement in published:
             entry = _entry(placement, checksums[placement.ref], job.epoch)
@@ -278,16 +288,3 @@ def _entry(placement: Placement, checksum: bytes, epoch: int) -> Entry:
     """The entry of a block just published, as far as the mover needs it."""
     name = placement.name
     return Entry(name.key, State.READY, name.tokens, placement.ref, placement.generation, 0, epoch, checksum=checksum)
-
-
-def _runs(placed: Sequence[Placement], block_tokens: int, limit: int) -> list[tuple[int, int]]:
-    """(first, count) of placements in consecutive slots that follow one another in the chain; a partial one alone."""
-    pieces: list[tuple[int, int]] = []
-    for begin, run in join_runs([placement.ref for placement in placed], limit):
-        first = begin
-        for at in range(begin + 1, begin + run.count + 1):
-            whole = at < begin + run.count and placed[at].name.tokens == block_tokens
-            if not whole or placed[at].name.depth != placed[at - 1].name.depth + 1:
-                pieces.append((first, at - first))
-                first = at
-    return pieces

@@ -5,6 +5,7 @@ Copies of consecutive slots run at memory speed, scattered ones at half of it. P
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ class SlotRun(NamedTuple):
     def refs(self) -> list[SlotRef]:
         """The slots, in order."""
         return [SlotRef(self.segment, self.first + i) for i in range(self.count)]
+
+
+_FREE = re.compile(rb"\x01+")
 
 
 class FreeMap:
@@ -74,8 +78,8 @@ class FreeMap:
 
     def runs(self, segment: int) -> list[SlotRun]:
         """The runs of free slots, in order."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], self.bits, [False]]).astype(np.int8)))
-        return [SlotRun(segment, int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        found = _FREE.finditer(self.bits.tobytes())
+        return [SlotRun(segment, run.start(), run.end() - run.start()) for run in found]
 
 
 def choose_runs(runs: Iterable[SlotRun], count: int) -> list[SlotRun]:
