@@ -18,7 +18,17 @@ from kvstore.index import Database, Transaction
 from kvstore.layout import Part
 from kvstore.match import Match
 from kvstore.purge import PurgeLog
-from kvstore.records import Entry, NamespaceRecord, Tombstone, family_key, key_depth, key_tokens, slot_key
+from kvstore.records import (
+    Entry,
+    NamespaceRecord,
+    Tombstone,
+    entry_key,
+    entry_namespace,
+    family_key,
+    key_depth,
+    key_tokens,
+    slot_key,
+)
 from kvstore.slots import SlotRef
 from kvstore.tiers import namespaces
 from kvstore.tiers.segments import get_number, put_number
@@ -110,14 +120,14 @@ class Eviction:
             if target.unused_s is not None:
                 return _unused(tier, txn, target.unused_s)
             if target.everything:
-                return [(key, Entry.unpack(raw).key) for key, raw in txn.scan(Database.BLOCKS)]
+                return [(key, entry_key(raw)) for key, raw in txn.scan(Database.BLOCKS)]
             numbers = {
                 number
                 for number, record in namespaces.listing(txn)
                 if record.root == target.root or (target.salt is not None and record.salt == target.salt)
             }
-            entries = ((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS))
-            return [(key, entry.key) for key, entry in entries if entry.namespace in numbers]
+            found = ((key, raw) for key, raw in txn.scan(Database.BLOCKS) if entry_namespace(raw) in numbers)
+            return [(key, entry_key(raw)) for key, raw in found]
 
     def _of_prefix(self, tier: SlottedTier, match: Match) -> list[Victim]:
         """A tier's blocks of a prefix; a head goes only if no tier has another child of it."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.index import Database
-from kvstore.layout import Layout
-from kvstore.records import Entry, NamespaceRecord, Usage, key_depth, key_part, key_tokens
+from kvstore.layout import Layout, Part
+from kvstore.records import Entry, NamespaceRecord, Usage, entry_namespace, key_depth, key_part, key_tokens
 from kvstore.states import State
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
 
 FIRST_TOKENS = 32
+FIRST_PART = Part()
 _PARENT, _SHORT = slice(12, 20), 8
 
 
@@ -83,21 +84,23 @@ def prefixes(tiers: Sequence[SlottedTier], root: bytes) -> list[Prefix]:
             entries = [
                 (index_key, entry)
                 for index_key, raw in txn.scan(Database.BLOCKS)
-                if (entry := Entry.unpack(raw)).namespace == number and entry.state is State.READY
+                if entry_namespace(raw) == number
+                and (entry := Entry.unpack(raw)).state is State.READY
+                and key_part(index_key) == FIRST_PART
             ]
+        now = tier.oldest_stamp(0)
         for index_key, entry in entries:
-            if key_part(index_key).group == 0 and key_part(index_key).shard == 0:
-                _add(nodes, tier, index_key, entry)
+            _add(nodes, tier, index_key, entry, now)
     inner = {node.parent for node in nodes.values()}
     leaves = [node for short, node in nodes.items() if short not in inner]
     found = [_prefix(nodes, leaf, root, block_tokens) for leaf in leaves]
     return sorted(found, key=lambda prefix: prefix.idle_s)
 
 
-def _add(nodes: dict[bytes, _Node], tier: SlottedTier, index_key: bytes, entry: Entry) -> None:
+def _add(nodes: dict[bytes, _Node], tier: SlottedTier, index_key: bytes, entry: Entry, now: int) -> None:
     short = entry.key[:_SHORT]
     stamp = int(tier.arrays.of(entry.ref.segment).stamps[entry.ref.slot])
-    idle = max(0.0, (tier.oldest_stamp(0) - stamp) / 1e9)
+    idle = max(0.0, (now - stamp) / 1e9)
     node = nodes.get(short)
     if node is None:
         depth = key_depth(index_key)

@@ -38,6 +38,7 @@ LABEL_LIMIT = 512
 """Bytes of a namespace's label that are kept, cut at a character's end."""
 
 NO_OWNER = bytes(16)
+_NAMESPACE_AT = 48
 _STATE_AT, _READY = 32, bytes([State.READY])
 
 
@@ -157,6 +158,18 @@ def outline(index_key: bytes, raw: bytes) -> bytes | None:
     if raw[_STATE_AT] != State.READY or index_key[20:24] != bytes(4):
         return None
     return index_key[8:20] + raw[:32] + raw[36:52] + index_key[24:56].ljust(32, b"\0")
+
+
+def entry_key(raw: bytes) -> bytes:
+    """The key in a block's value, where nothing else of it is wanted. Raises DamagedError."""
+    if len(raw) < _BLOCK.size:
+        raise damaged("a block's record")
+    return raw[:KEY_BYTES]
+
+
+def entry_namespace(raw: bytes) -> int:
+    """The number of the namespace in a block's value, where nothing else of it is wanted."""
+    return int.from_bytes(raw[_NAMESPACE_AT : _NAMESPACE_AT + 4], "little")
 
 
 def ready_record(writing: bytes, checksum: bytes) -> bytes:

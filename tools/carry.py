@@ -52,6 +52,7 @@ def export(
     """
     tokens = Tokens(tokenizer) if tokenizer is not None else None
     with standing_store(path) as store, terminal.progress() as step:
+        step("read the index", 0, None)
         space, matches = _chosen(store, prompt, namespace, salt, tokens, as_text)
         blocks = sum(len(pieces) for match in matches for pieces in match.pieces.values())
         name = prompt if prompt in store.names() else None

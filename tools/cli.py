@@ -36,7 +36,10 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvstore {metadata.version('prefix-kvstore')}")
+        try:
+            typer.echo(f"kvstore {metadata.version('prefix-kvstore')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("kvstore, run from a checkout")
         raise typer.Exit
 
 

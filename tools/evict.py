@@ -11,7 +11,7 @@ from kvstore.errors import SettingsError
 from kvstore.sizes import format_size
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
-from kvstore.tools.standing import standing_store
+from kvstore.tools.standing import reading, standing_store
 from kvstore.wiping import Wiped
 
 
@@ -54,30 +54,21 @@ def evict(
     with standing_store(path) as store:
         if wipe and tier is not None:
             raise SettingsError("--wipe goes through every tier", "leave --tier out")
-        only_wipe = wipe and not (everything or namespace or prefix or name or salt is not None or unused is not None)
-        target = (
-            None
-            if only_wipe
-            else answers.eviction_target(
-                store,
-                everything=everything,
-                tier=tier,
-                namespace=namespace,
-                prefix=prefix,
-                name=name,
-                salt=salt,
-                unused=unused,
-            )
-        )
-        would = store.evict(**target, tier=tier, dry_run=True) if target is not None else {}
+        named = {"everything": everything, "namespace": namespace, "prefix": prefix, "name": name, "salt": salt}
+        only_wipe = wipe and unused is None and not any(one not in (None, False) for one in named.values())
+        with reading(store):
+            target = None if only_wipe else answers.eviction_target(store, **named, tier=tier, unused=unused)  # type: ignore[arg-type]
+            would = store.evict(**target, tier=tier, dry_run=True) if target is not None else {}
         wiped: Wiped | None = None
         if dry_run:
             done, counts = False, would
         else:
             question = f"Evict {_words(would)}?" if target is not None else "Wipe what was evicted before?"
             done = terminal.confirmed(question, yes)
-            evicts = done and target is not None
-            counts = answers.evict(store, target or {}, tier, wipe) if evicts else dict.fromkeys(would, 0)
+            counts = dict.fromkeys(would, 0)
+            if done and target is not None:
+                with reading(store):
+                    counts = answers.evict(store, target, tier, wipe)
             if done and wipe:
                 with terminal.progress() as step:
                     wiped = store.wipe(step)

@@ -15,7 +15,7 @@ from kvstore.tools.explain import TextOption, TokenizerOption
 from kvstore.tools.explaining import ago, moment
 from kvstore.tools.naming import find_tokens, ids_of_argument, namespaces_for
 from kvstore.tools.prompts import Tokens
-from kvstore.tools.standing import standing_store
+from kvstore.tools.standing import reading, standing_store
 
 SHOWN_CHARACTERS = 400
 PROMPT_HELP = "A file (text, JSONL chat, token ids), ids (1,2,3), a name, or the beginning of a key."
@@ -54,7 +54,8 @@ def pin(
     else:
         with standing_store(path) as store:
             uses = namespaces_for(store, namespace, salt)
-            space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=True)
+            with reading(store):
+                space, ids = find_tokens(store, prompt, uses, tokens, as_text, settled=True)
             told = answers.pin(store, name, space, ids, priority=priority, ttl=ttl, partial=partial)
     if as_json:
         terminal.print_json(told)
@@ -141,7 +142,8 @@ def show(
     else:
         with standing_store(path) as store:
             uses = namespaces_for(store, namespace, salt)
-            space, found = find_tokens(store, prompt, uses, tokens, as_text, settled=False)
+            with reading(store):
+                space, found = find_tokens(store, prompt, uses, tokens, as_text, settled=False)
             told, ids = answers.show(store, space, found), found.tolist()
     if tokens is not None:
         tokens.check(ids)

@@ -11,7 +11,7 @@ from kvstore.sizes import format_size
 from kvstore.statistics import Stats, by_middle
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
-from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
+from kvstore.tools.standing import ID_DIGITS, find_namespace, reading, standing_store
 
 SHOWN_TOKENS = 8
 CAUSES = {
@@ -95,7 +95,8 @@ def _listed(server: Remote | None, path: Path | None, namespace: str | None, lim
             if namespace is None:
                 return {"namespaces": [answers.namespace_told(use) for use in store.namespaces()]}
             use = find_namespace(store, namespace)
-            found = store.prefixes(use.record.root)
+            with reading(store):
+                found = store.prefixes(use.record.root)
             return answers.prefixes_told(use, found[: limit or len(found)], len(found))
     if namespace is None:
         return server.get("/v1/namespaces")

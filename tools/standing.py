@@ -24,8 +24,10 @@ from kvstore.settings import Settings
 from kvstore.store import Store
 from kvstore.tiers import segments
 from kvstore.tiers.opening import SUPERBLOCK, Superblock
+from kvstore.tools import terminal
 
 _PARENT, _SHORT = slice(12, 20), 8
+MANY_BLOCKS = 20_000
 ID_DIGITS = 12
 """Hexadecimal digits of a root or a key that listings show."""
 
@@ -53,6 +55,17 @@ def standing_store(path: Path | None) -> Iterator[Store]:
     ram = _budget(settings.ram_directory / superblock.ram_name(where, superblock.read_store_id(where)), durable=False)
     with kvstore.open(path, ram=ram or settings.ram, nvme=nvme, hbm=0) as store:
         yield store
+
+
+@contextmanager
+def reading(store: Store) -> Iterator[None]:
+    """Says that the whole index is read, where that takes more than a moment."""
+    if sum(usage.blocks for use in store.namespaces() for usage in use.by_tier.values()) < MANY_BLOCKS:
+        yield
+        return
+    with terminal.progress() as step:
+        step("read the index", 0, None)
+        yield
 
 
 def _budget(directory: Path, durable: bool) -> int | None:

@@ -59,4 +59,5 @@ def _verified(server: Remote | None, path: Path | None, repair: bool, books_only
         if server is not None:
             return server.finished("/v1/verify", {"repair": repair, "books_only": books_only}, progress)
         with standing_store(path) as store:
+            step("check the books", 0, None)
             return answers.verified(store.verify(payloads=not books_only, repair=repair, progress=progress))

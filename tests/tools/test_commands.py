@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import kvstore
 from kvstore.events import Cause, Skipped
 from kvstore.kv import HostKV
+from kvstore.tools import standing
 from kvstore.tools.cli import app
 from kvstore.tools.show import CAUSES, SKIPS
 
@@ -59,6 +60,13 @@ def test_every_cause_and_reason_is_explained() -> None:
     told = set(re.findall(r"Skipped\([^()]*?(?:\([^()]*\))?[^()]*?, \"([a-z ]+)\",", code))
     assert told <= set(SKIPS)
     assert len(told) > 4
+
+
+@pytest.mark.parametrize("words", [["ls", "first"], ["evict", "--all", "--dry-run"], ["show", "40,100"]])
+def test_what_reads_a_large_index_says_so(made: Any, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    assert "read the index" not in CliRunner().invoke(app, [*words, "--path", str(made.path)]).stderr
+    monkeypatch.setattr(standing, "MANY_BLOCKS", 1)
+    assert "read the index" in CliRunner().invoke(app, [*words, "--path", str(made.path)]).stderr
 
 
 def test_looking_keeps_the_budgets_a_store_was_given(made: Any) -> None:
