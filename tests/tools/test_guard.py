@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi")
+from made import filled
 from served import TOKEN, Served, serving
 
 from kvstore.errors import KVStoreError, SettingsError
@@ -27,10 +29,13 @@ CHANGES += [("GET", "/v1/jobs"), ("GET", "/v1/jobs/0123456789abcdef"), ("DELETE"
 LOOKS = ["/v1/stats", "/v1/namespaces", "/v1/prefixes", "/v1/names", "/v1/processes", "/v1/server", "/v1/history"]
 
 
-@pytest.fixture
-def served(made: Any) -> Iterator[Served]:
-    with serving(made.path) as server:
-        yield server
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for all that only try it: nothing here is to leave a trace."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSTORE_RAM_DIRECTORY", shared)
+        with serving(filled(tmp_path_factory.mktemp("guard") / "store").path) as server:
+            yield server
 
 
 def memory() -> int:
