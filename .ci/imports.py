@@ -20,6 +20,7 @@ NEED_EXTRA = (
     "kvstore.tiers.pagelock",
     "kvstore.tiers.shuffled",
     "kvstore.tools.api",
+    "kvstore.tools.bench_decode",
     "kvstore.tools.connections",
     "kvstore.tools.guard",
     "kvstore.tools.metrics",
