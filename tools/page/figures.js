@@ -37,7 +37,7 @@ function binned(points, seconds) {
     if (bins.at(-1)?.bin !== bin) bins.push({ bin, points: [] });
     bins.at(-1).points.push(point);
   }
-  return bins.map(({ points: some }) => {
+  return bins.flatMap(({ points: some }) => {
     const whole = { at: some.at(-1).at, seconds: 0, hit_tokens: {}, miss_tokens: {}, bytes_a_second: {} };
     for (const one of some) whole.seconds += one.seconds;
     for (const one of some) {
@@ -48,7 +48,8 @@ function binned(points, seconds) {
         whole.bytes_a_second[name] = (whole.bytes_a_second[name] ?? 0) + (rate * one.seconds) / whole.seconds;
       }
     }
-    return whole;
+    // What a look tells of a long time is drawn as long: level, not as a slope.
+    return whole.seconds > 3 * seconds ? [{ ...whole, at: whole.at - whole.seconds + seconds }, whole] : [whole];
   });
 }
 
