@@ -27,7 +27,7 @@ from kvstore.tools.bundle import Bundle, BundleWriter, pack
 from kvstore.tools.stored import layout_difference
 
 ATTEMPTS = 3
-"""Reads of a block that moves from tier to tier meanwhile."""
+"""Reads of a block that moves from tier to tier meanwhile, and saves that were skipped."""
 STEP_BYTES = 32 << 20
 """What is saved before the mover is waited for."""
 FLUSH_S = 300.0
@@ -76,7 +76,7 @@ def export(
 def restore(store: Store, bundle: Bundle, space: Namespace, step: Callable[[int, int], None]) -> Moved:
     """Save every sequence of an export under a namespace of its layout. It must have been verified.
 
-    Raises NoSpaceError where the store did not take all of it; what it took stays, and is right.
+    Raises NoSpaceError where its lowest tier did not take all of it; what it took stays, and is right.
     """
     layout = bundle.layout
     total = sum(1 for _ in bundle.sequences())
@@ -86,15 +86,20 @@ def restore(store: Store, bundle: Bundle, space: Namespace, step: Callable[[int,
     for count, (blocks, ids) in enumerate(bundle.sequences(), 1):
         buffers: dict[Part, KVBuffer] = {part: BundleKV(bundle, blocks, part) for part in bundle.parts}
         for stop in [*range(stride, len(ids), stride), len(ids)]:
-            saved = store.save(space, ids[:stop], buffers)
-            new, size = new + saved.new_blocks, size + saved.bytes
-            known = saved.known_blocks if stop == len(ids) else known
-            store.flush(FLUSH_S)
-        found = store.match(space, ids).tokens
-        if found < len(ids):
+            for _ in range(ATTEMPTS):  # on a busy machine a save may not have had the index in time
+                saved = store.save(space, ids[:stop], buffers)
+                new, size = new + saved.new_blocks, size + saved.bytes
+                known = saved.known_blocks if stop == len(ids) else known
+                store.flush(FLUSH_S)
+                if not saved.skipped_blocks:
+                    break
+        match = store.match(space, ids)
+        kept = _kept(store, match)
+        if kept < len(ids):
+            where = "" if match.tokens < len(ids) else f" on {store._core.lowest.name}"
             raise NoSpaceError(
-                f"only {found} of the {len(ids)} tokens of a sequence found room",
-                "raise the budgets of the store, then import again: what is there already is kept",
+                f"only {kept} of the {len(ids)} tokens of a sequence found room{where}",
+                "make room or raise the budgets of the store, then import again: what is there already is kept",
             )
         tokens += len(ids)
         step(count, total)
@@ -153,6 +158,20 @@ def cut(payload: Bytes, shapes: Sequence[LayerShape], itemsize: int, tokens: int
         plane, payload = payload[:size].reshape(heads, tokens, dim * itemsize), payload[size:]
         pieces.append(plane[:, :take].reshape(-1))
     return np.concatenate(pieces)
+
+
+def _kept(store: Store, match: Match) -> int:
+    """Matched tokens, up to the first that the lowest tier does not have: what is in memory alone is soon gone.
+
+    That is dropped, so that the next import saves it anew.
+    """
+    kept = match.tokens
+    for pieces in match.pieces.values():
+        entries = store._core.lowest.find([piece.name for piece in pieces])
+        lost = [piece for piece, entry in zip(pieces, entries, strict=True) if entry is None]
+        kept = min([kept, *(piece.start for piece in lost)])
+        store._core.ram.remove([(piece.name.index_key, piece.name.key) for piece in lost], "import")
+    return kept
 
 
 def _first(match: Match) -> tuple[Piece, ...]:
