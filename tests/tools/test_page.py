@@ -73,7 +73,7 @@ class Seen:
         theme = "dark" if dark else "light"
         self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(30_000)
         self.asked: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
