@@ -6,6 +6,7 @@ sides alternate. Must not know vLLM: engines run in processes of their own.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from kvstore.sizes import MIB
 from kvstore.store import Store
 from kvstore.tools.bench_vllm_worker import MARK, Connector
 from kvstore.tools.media import Media
-from kvstore.tools.ratios import Figure, Target, figure
+from kvstore.tools.ratios import Figure, Target, alternate, figure
 from kvstore.tools.scratch import scratch_folder
 
 TOKENS = 15 * 128 + 1
@@ -147,8 +148,8 @@ def measure(plan: Plan, step: Step) -> dict[str, Any]:
         with Engine(plan.model, "example", example, scratch) as other:
             samples, size = _first_tokens(ours, other, store, vocabulary, plan.rounds, step)
         with Engine(plan.model, "none", {}, scratch) as bare:
-            overhead = _misses(ours, bare, vocabulary, plan.pairs, step)
-    return _figures(samples, overhead, size)
+            missed = _misses(ours, bare, vocabulary, plan.pairs, step)
+    return _figures(samples, missed, size)
 
 
 def _first_tokens(
@@ -190,25 +191,27 @@ def _ours(kept: Samples, engine: Engine, store: Store, ids: Sequence[int]) -> No
     kept.nvme.append(engine.reused(ids))
 
 
-def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step) -> list[float]:
-    """For every pair, by what share the engine with the store takes longer on prompts that all miss."""
-    found: list[float] = []
-    for index in range(pairs + 1):
-        prompts = [_ids(10_000 + PROMPTS * index + at, PROMPT_TOKENS, vocabulary) for at in range(PROMPTS)]
-        pair = (ours, bare) if index % 2 else (bare, ours)
-        took = {engine: engine.ask(prompts, NEW_TOKENS) for engine in pair}
-        step("misses", index, pairs)
-        if index:
-            found.append(took[ours] / took[bare] - 1)
-    return found
+def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step) -> tuple[list[float], list[float]]:
+    """Seconds of every pair, with the store and without, for prompts that all miss."""
+    rounds = itertools.count(10_000)
+
+    def timed(engine: Engine) -> Callable[[], float]:
+        def ask() -> float:
+            first = PROMPTS * next(rounds)
+            prompts = [_ids(first + at, PROMPT_TOKENS, vocabulary) for at in range(PROMPTS)]
+            return engine.ask(prompts, NEW_TOKENS)
+
+        return ask
+
+    return alternate(timed(ours), timed(bare), pairs, lambda done: step("misses", done, pairs))
 
 
-def _figures(samples: Samples, overhead: list[float], size: int) -> dict[str, Any]:
+def _figures(samples: Samples, missed: tuple[list[float], list[float]], size: int) -> dict[str, Any]:
     compared: dict[str, Figure] = {
         "ram_over_limit": figure(_over(samples.ram, samples.local, samples.memcpy), RAM),
         "nvme_over_limit": figure(_over(samples.nvme, samples.local, samples.raw_read), NVME),
         "ram_over_example": figure(_over(samples.ram, samples.example), EXAMPLE),
-        "miss_overhead": figure(overhead, MISS),
+        "miss_overhead": figure([took - 1 for took in _over(*missed)], MISS),
     }
     seconds = {
         "cold_ttft_s": samples.cold,
@@ -218,6 +221,8 @@ def _figures(samples: Samples, overhead: list[float], size: int) -> dict[str, An
         "example_connector_ttft_s": samples.example,
         "memcpy_s": samples.memcpy,
         "raw_read_s": samples.raw_read,
+        "misses_s": missed[0],
+        "misses_without_store_s": missed[1],
     }
     figures = {**{name: figure(taken) for name, taken in seconds.items()}, **compared}
     return {
