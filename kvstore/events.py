@@ -95,6 +95,14 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """A gate chose between loading a prefix and running it again. reason: one of `kvstore.gate.Why`."""
+
+    adapter: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """``blocks`` new blocks became readable in ``tier``."""
 
@@ -160,7 +168,7 @@ class Refusal:
     reason: str
 
 
-Event: TypeAlias = Hit | Miss | Matched | Prefilled | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
+Event: TypeAlias = Hit | Miss | Matched | Prefilled | Decided | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
 Observer: TypeAlias = Callable[[Event], None]
 
 
@@ -253,6 +261,8 @@ def _changes(event: Event) -> list[tuple[str, int]]:
                 (f"prefill.{adapter}.tokens", computed),
                 (f"prefill.{adapter}.microseconds", round(seconds * 1e6)),
             ]
+        case Decided(adapter, reason):
+            return [(f"gate.{adapter}.{reason}.decisions", 1)]
         case Saved(tier, blocks, size, seconds):
             return [
                 (f"save.{tier}.blocks", blocks),

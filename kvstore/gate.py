@@ -56,7 +56,7 @@ class Gate:
     """One model's gate. on: False loads everything. floor: tokens below which nothing is loaded, on or off."""
 
     def __init__(self, *, on: bool = True, floor: int = FLOOR_TOKENS) -> None:
-        self._on, self._floor = on, floor
+        self._on, self.floor = on, floor
         self._bytes_a_second: dict[str, float] = {}
         self._tokens_a_second = 0.0
         self._counts: Counter[Why] = Counter()
@@ -95,7 +95,7 @@ class Gate:
 
     def _decide(self, by_tier: Mapping[str, int], size: int) -> Decision:
         tokens = sum(by_tier.values())
-        if tokens < self._floor or not tokens:
+        if tokens < self.floor or not tokens:
             return Decision(False, Why.SHORT)
         if not self._on:
             return Decision(True, Why.OFF)

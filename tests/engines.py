@@ -180,10 +180,18 @@ class Place:
             store.flush(60)
             store.evict(everything=True, tier=tier)
 
+    def matches(self, ids: Sequence[int], store: Store) -> list[Match]:
+        """The match of ``ids`` in every namespace."""
+        return [store.match(store.namespace_at(use.record.root), ids) for use in store.namespaces()]
+
     def matched(self, ids: Sequence[int], store: Store) -> Match:
         """The longest match of ``ids`` in any namespace."""
-        spaces = [store.namespace_at(use.record.root) for use in store.namespaces()]
-        return max((store.match(space, ids) for space in spaces), key=lambda match: match.tokens)
+        return max(self.matches(ids, store), key=lambda match: match.tokens)
+
+    def holders(self, ids: Sequence[int]) -> int:
+        """How many namespaces have all of ``ids``."""
+        with self.open() as store:
+            return sum(match.tokens == len(ids) for match in self.matches(ids, store))
 
     def damage(self, ids: Sequence[int], block: int) -> None:
         """Flip a bit of one block's payload, in `ram` and in `nvme`."""

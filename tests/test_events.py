@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvstore.events import (
     Cause,
     Counters,
+    Decided,
     Event,
     Events,
     Evicted,
@@ -25,6 +26,7 @@ from kvstore.events import (
     Saved,
     Skipped,
 )
+from kvstore.gate import Why
 
 TIERS = st.sampled_from(["hbm", "ram", "nvme"])
 COUNTS = st.integers(0, 10**6)
@@ -35,6 +37,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Miss, st.sampled_from(Cause), COUNTS),
     st.builds(Prefilled, st.just("transformers"), COUNTS, COUNTS, SECONDS, st.booleans()),
     st.builds(Matched, COUNTS, COUNTS, SECONDS),
+    st.builds(Decided, st.just("vllm"), st.sampled_from(Why)),
     st.builds(Saved, TIERS, COUNTS, COUNTS, SECONDS),
     st.builds(Skipped, TIERS, WORDS, COUNTS),
     st.builds(Moved, TIERS, TIERS, COUNTS, COUNTS, SECONDS),

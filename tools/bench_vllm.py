@@ -11,24 +11,28 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import kvstore
 from kvstore.errors import KVStoreError, MissingExtraError, NotFoundError
+from kvstore.kv import HostKV
+from kvstore.layout import DTYPE_BYTES, Layout
+from kvstore.rescan import unwritten
 from kvstore.settings import Settings
 from kvstore.sizes import MIB
 from kvstore.store import Store
 from kvstore.tools.bench_vllm_worker import MARK, Connector
 from kvstore.tools.media import Media
-from kvstore.tools.ratios import Figure, Target, alternate, figure
+from kvstore.tools.ratios import PAIRS_MIN, Figure, Target, alternate, figure
 from kvstore.tools.scratch import scratch_folder
 
 TOKENS = 15 * 128 + 1
@@ -36,7 +40,9 @@ TOKENS = 15 * 128 + 1
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 96, 4
 RAM, NVME = Target(1.25, at_most=True), Target(1.4, at_most=True)
 EXAMPLE, MISS = Target(1.0, at_most=True), Target(0.03, at_most=True)
-FLUSH_S = 120.0
+FLUSH_S, FILL_BLOCKS = 120.0, 16
+Pairs: TypeAlias = tuple[list[float], list[float]]
+"""Seconds with the store, and without."""
 Step = Callable[[str, int, int | None], None]
 
 
@@ -148,8 +154,10 @@ def measure(plan: Plan, step: Step) -> dict[str, Any]:
         with Engine(plan.model, "example", example, scratch) as other:
             samples, size = _first_tokens(ours, other, store, vocabulary, plan.rounds, step)
         with Engine(plan.model, "none", {}, scratch) as bare:
+            growing = _misses(ours, bare, vocabulary, PAIRS_MIN, step)
+            _fill(store, step)
             missed = _misses(ours, bare, vocabulary, plan.pairs, step)
-    return _figures(samples, missed, size)
+    return _figures(samples, growing, missed, size)
 
 
 def _first_tokens(
@@ -164,7 +172,7 @@ def _first_tokens(
             ids = _ids(index, TOKENS, vocabulary)
             _ours(kept, ours, store, ids)
             if media is None:
-                layout = max((use.layout for use in store.namespaces()), key=lambda layout: layout.token_bytes())
+                layout = _layout_of(store)
                 size = layout.token_bytes() * (TOKENS - 1)
                 media = stack.enter_context(Media(store.settings, layout, size))
             kept.memcpy.append(media.copy_out())
@@ -182,7 +190,7 @@ def _ours(kept: Samples, engine: Engine, store: Store, ids: Sequence[int]) -> No
     """One prompt: cold, from the engine's own cache, from `ram`, from `nvme`."""
     kept.cold.append(engine.ask([ids]))
     engine.ask([ids[:8]])  # one more step, in which what the last one left is saved
-    store.flush(FLUSH_S)
+    _await(store, ids)
     kept.local.append(engine.reused(ids))
     engine.reset()
     kept.ram.append(engine.reused(ids))
@@ -191,7 +199,18 @@ def _ours(kept: Samples, engine: Engine, store: Store, ids: Sequence[int]) -> No
     kept.nvme.append(engine.reused(ids))
 
 
-def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step) -> tuple[list[float], list[float]]:
+def _await(store: Store, ids: Sequence[int]) -> None:
+    """Until a prompt is stored, and in `nvme`. Raises KVStoreError when it takes too long."""
+    until = time.monotonic() + FLUSH_S
+    spaces = [store.namespace_at(use.record.root) for use in store.namespaces()]
+    while all(store.match(space, ids).tokens < len(ids) for space in spaces) or unwritten(store._core.ram):
+        if time.monotonic() > until:
+            raise KVStoreError(f"a prompt was not stored in {FLUSH_S:.0f} s", "is the disk well? kvstore doctor tells")
+        time.sleep(0.01)
+        spaces = [store.namespace_at(use.record.root) for use in store.namespaces()]
+
+
+def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step) -> Pairs:
     """Seconds of every pair, with the store and without, for prompts that all miss."""
     rounds = itertools.count(10_000)
 
@@ -206,12 +225,31 @@ def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step)
     return alternate(timed(ours), timed(bare), pairs, lambda done: step("misses", done, pairs))
 
 
-def _figures(samples: Samples, missed: tuple[list[float], list[float]], size: int) -> dict[str, Any]:
+def _fill(store: Store, step: Step) -> None:
+    """Bring both tiers to their budgets, as those of a store in use are: growing costs more, and is told apart."""
+    layout = _layout_of(store)
+    space = store.namespace(layout, salt="filling")
+    shape = layout.groups[0][0]
+    tokens = layout.block_tokens * FILL_BLOCKS
+    kv = np.zeros((len(layout.groups[0]), 2, shape.heads, tokens, shape.k_dim), f"u{DTYPE_BYTES[layout.dtype]}")
+    times = -(-store.settings.nvme // (tokens * layout.token_bytes()))
+    for index in range(times):
+        store.save(space, np.arange(tokens) + index * tokens, HostKV.stacked(layout, kv))
+        store.flush(FLUSH_S)
+        step("filling", index + 1, times)
+
+
+def _layout_of(store: Store) -> Layout:
+    return max((use.layout for use in store.namespaces()), key=lambda layout: layout.token_bytes())
+
+
+def _figures(samples: Samples, growing: Pairs, missed: Pairs, size: int) -> dict[str, Any]:
     compared: dict[str, Figure] = {
         "ram_over_limit": figure(_over(samples.ram, samples.local, samples.memcpy), RAM),
         "nvme_over_limit": figure(_over(samples.nvme, samples.local, samples.raw_read), NVME),
         "ram_over_example": figure(_over(samples.ram, samples.example), EXAMPLE),
         "miss_overhead": figure([took - 1 for took in _over(*missed)], MISS),
+        "miss_overhead_growing": figure([took - 1 for took in _over(*growing)]),
     }
     seconds = {
         "cold_ttft_s": samples.cold,

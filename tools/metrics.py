@@ -48,6 +48,9 @@ FAMILIES = (
         ("adapter",),
     ),
     Family("kvstore_prefill_seconds", "Seconds of prefill.", "prefill", "microseconds", ("adapter",), 1e-6),
+    Family(
+        "kvstore_gate_decisions", "Loads weighed against running again.", "gate", "decisions", ("adapter", "reason")
+    ),
     Family("kvstore_saved_blocks", "New blocks that became readable.", "save", "blocks", ("tier",)),
     Family("kvstore_moved_blocks", "Blocks copied between tiers.", "move", "blocks", ("source", "target")),
     Family("kvstore_evicted_blocks", "Blocks that left a tier, and why.", "evict", "blocks", ("tier", "reason")),

@@ -22,10 +22,12 @@ from transformers import GenerationConfig
 from kvstore.adapters.transformers import allow
 from kvstore.adapters.transformers.layout import ModelLayout, Refused, unwrap
 from kvstore.adapters.transformers.pool import Pool, keep_temporaries
-from kvstore.adapters.transformers.run import ADAPTER, Ground, Plan, Run
+from kvstore.adapters.transformers.rows import ADAPTER
+from kvstore.adapters.transformers.run import Ground, Plan, Run
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.errors import UnsupportedError
 from kvstore.events import Cause, Fault, Miss, Refusal
+from kvstore.gate import Gate
 
 if TYPE_CHECKING:
     from kvstore.match import Namespace
@@ -52,6 +54,7 @@ class Options:
     block_tokens: int | None
     least_tokens: int
     pool_bytes: int
+    gate: bool
 
 
 class Attachment:
@@ -69,6 +72,7 @@ class Attachment:
         self._model_layout = ModelLayout(model, options.block_tokens)
         self._pool = Pool(options.pool_bytes)
         self._saver = Saver(store.events)
+        self._gate = Gate(on=options.gate, floor=options.least_tokens)
         self._lock = Lock()
         self._spaces: dict[bytes, Any] = {}
         self._warned: set[str] = set()
@@ -218,8 +222,7 @@ class Attachment:
             if space is None:
                 space = self.store.namespace(present.layout, salt=options.salt, label=options.label)
                 self._spaces[present.layout.fingerprint] = space
-        least = options.least_tokens
-        return Ground(self.store, space, present, self._model_layout, self._pool, self._saver, least)
+        return Ground(self.store, space, present, self._model_layout, self._pool, self._saver, self._gate)
 
     def _refuse(self, reason: str, tokens: int) -> None:
         self._note(Request(tokens, 0, reason))
@@ -255,12 +258,14 @@ def attach(
     least_tokens: int = 16,
     warm_tokens: int = 2048,
     pool_bytes: int = 1 << 30,
+    gate: bool = False,
 ) -> Attachment:
     """Let ``model.generate`` resume from ``store`` and save to it.
 
     model: a causal transformers model, also inside PEFT's or torch.compile's wrapper. salt: requests under different
     salts never see each other's KV. label: how listings name the model. least_tokens: shorter prefixes are not worth
     a load. warm_tokens: memory made ready for a request of so many tokens. pool_bytes: memory kept between requests.
+    gate: load only what, by measurement, is faster to load than to run again.
 
     Computes a digest of every byte of the weights. A model that is not on the allow-list is attached all the same, runs
     uncached, and says so once. Raises UnsupportedError for what is not a generating model, or is attached already.
@@ -271,7 +276,7 @@ def attach(
     if isinstance(vars(inner).get("generate"), _Generate):
         raise UnsupportedError("this model is attached already", "call detach() on its attachment first")
     chosen = label if label is not None else _label(inner)
-    attachment = Attachment(inner, store, Options(salt, chosen, block_tokens, least_tokens, pool_bytes))
+    attachment = Attachment(inner, store, Options(salt, chosen, block_tokens, least_tokens, pool_bytes, gate))
     attachment.warm(warm_tokens)
     return attachment
 

@@ -26,6 +26,7 @@ from kvstore.adapters.transformers.pool import Pool
 from kvstore.adapters.transformers.rows import fill, left_pads, rows_of
 from kvstore.adapters.transformers.stack import Stack
 from kvstore.errors import LayoutError
+from kvstore.gate import Gate
 from kvstore.kv import KVBuffer
 from kvstore.layout import Layout
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 _pool = Pool()
+_EVERYTHING = Gate(on=False, floor=1)
 _lock = Lock()
 _layouts: weakref.WeakKeyDictionary[Any, ModelLayout] = weakref.WeakKeyDictionary()
 
@@ -80,7 +82,7 @@ def load(
     space = store.namespace(layout, salt=salt)
     batch, columns = input_ids.shape
     stack = Stack(layout.groups[0], present.dtype, models.device, batch, columns + room, _pool)
-    loaded, _ = fill(store, space, layout, rows_of(input_ids, pads), stack, 1)
+    loaded, _ = fill(store, space, layout, rows_of(input_ids, pads), stack, _EVERYTHING)
     filled = DynamicCache() if cache is None else cache
     install(filled, stack, loaded)
     return Loading(filled, loaded, sum(max(0, loaded - pad) for pad in pads), models.cache_name)

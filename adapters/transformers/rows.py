@@ -14,12 +14,16 @@ import numpy as np
 import torch
 
 from kvstore.adapters.transformers.stack import Stack
+from kvstore.events import Decided
+from kvstore.gate import Gate
 from kvstore.identity import Tokens, as_tokens
 from kvstore.layout import Layout
 
 if TYPE_CHECKING:
-    from kvstore.match import Namespace
+    from kvstore.match import Match, Namespace
     from kvstore.store import Store
+
+ADAPTER = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +80,28 @@ def counts_from_zero(positions: torch.Tensor | None, pads: Sequence[int], column
     return all(np.array_equal(row[pad:], np.arange(columns - pad)) for row, pad in zip(table, pads, strict=True))
 
 
-def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stack, least: int) -> tuple[int, int]:
+def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stack, gate: Gate) -> tuple[int, int]:
     """Load what is stored of all rows into the front of ``stack``; the columns that are now filled, and the tokens
     that were loaded for nothing, since another row had fewer.
 
-    At least one column is always left: a model given a cache of the whole prompt has nothing to run. Less than
-    ``least`` columns are not worth a load. Rows that are alike are loaded once; padding is cleared.
+    At least one column is always left: a model given a cache of the whole prompt has nothing to run. Nothing
+    is loaded that is not worth it to the gate. Rows that are alike are loaded once; padding is cleared.
     """
     found = {}
     for index in rows.distinct():
         most = rows.columns - 1 - rows.pads[index]
         found[index] = store.match(space, rows.tokens[index], limit=most)
     cut = min(rows.pads[index] + match.tokens for index, match in found.items())
-    if cut < max(least, 1):
+    if cut < 1 or not _is_worth_it(store, gate, list(found.values()), cut):
         cut = 0
     loads: dict[int, int] = {}
     for index, match in found.items():
         # Asked for also where nothing comes of it: loads count the hits and the misses.
         wanted = max(0, cut - rows.pads[index])
         fitting = match if match.tokens <= wanted else store.match(space, rows.tokens[index], limit=wanted)
-        loads[index] = store.load(fitting, stack.row(layout, index, rows.pads[index])).tokens
+        loaded = store.load(fitting, stack.row(layout, index, rows.pads[index]))
+        gate.loaded(loaded.by_tier, loaded.bytes, loaded.seconds)
+        loads[index] = loaded.tokens
         if wanted:
             cut = min(cut, rows.pads[index] + loads[index])
     for index, first in enumerate(rows.first_alike):
@@ -103,3 +109,17 @@ def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stac
             stack.copy_row(first, index, 0, cut)
         stack.clear_left(index, min(rows.pads[index], cut))
     return cut, sum(max(0, loaded - max(0, cut - rows.pads[index])) for index, loaded in loads.items())
+
+
+def _is_worth_it(store: Store, gate: Gate, matches: Sequence[Match], columns: int) -> bool:
+    """Whether to load these rows' prefixes, ``columns`` columns in all, or to run them again."""
+    if columns < gate.floor:
+        return False
+    by_tier: dict[str, int] = {}
+    for match in matches:
+        for tier, tokens in match.by_tier.items():
+            by_tier[tier] = by_tier.get(tier, 0) + tokens
+    size = sum(match.tokens * match.space.layout.token_bytes() for match in matches)
+    decision = gate.decide(by_tier, size)
+    store.events.emit(Decided(ADAPTER, decision.why))
+    return decision.load

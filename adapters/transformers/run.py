@@ -21,10 +21,11 @@ from kvstore.adapters.transformers import allow
 from kvstore.adapters.transformers.growing import hold, install, stack_of
 from kvstore.adapters.transformers.layout import ModelLayout, Present, Refused
 from kvstore.adapters.transformers.pool import Pool
-from kvstore.adapters.transformers.rows import counts_from_zero, fill, left_pads, rows_of
+from kvstore.adapters.transformers.rows import ADAPTER, counts_from_zero, fill, left_pads, rows_of
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.adapters.transformers.stack import Stack
 from kvstore.events import Prefilled, Skipped
+from kvstore.gate import Gate
 from kvstore.identity import Tokens
 from kvstore.layout import Layout
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore.match import Namespace
     from kvstore.store import Store
 
-ADAPTER = "transformers"
+
 ROOM = 512
 """Tokens of room beyond the prompt that are made at once; more comes by doubling."""
 
@@ -47,7 +48,7 @@ class Ground:
     model_layout: ModelLayout
     pool: Pool
     saver: Saver
-    least: int
+    gate: Gate
 
     @property
     def layout(self) -> Layout:
@@ -147,9 +148,7 @@ class Run:
         shapes, batch = ground.layout.groups[0], ids.shape[0]
         dtype, device = ground.present.dtype, ground.model_layout.device
         stack = Stack(shapes, dtype, device, batch, prompt.shape[1] + room, ground.pool)
-        loaded, self._rerun = fill(
-            ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.least
-        )
+        loaded, self._rerun = fill(ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.gate)
         cache = DynamicCache() if given is None else given
         skip = min(loaded, ids.shape[1] - 1)
         changed = cut(inputs, skip) | {ground.model_layout.cache_name: cache}
@@ -167,6 +166,7 @@ class Run:
         reused = sum(max(0, self.loaded - pad) for pad in self.pads)
         computed = self.prompt_columns * len(self.pads) - sum(self.pads) - reused
         root = self.ground.space.root
+        self.ground.gate.computed(computed, seconds)
         self.ground.store.events.emit(Prefilled(ADAPTER, self._rerun, computed, seconds, not reused, root))
 
     def _step(self, inputs: dict[str, Any]) -> dict[str, Any] | None:

@@ -89,8 +89,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What was counted in this process since this was last asked."""
         fresh = self._counters.take() if self._counters is not None else {}
-        if self._scheduler is not None:
-            fresh |= self._scheduler.decided()
         return ConnectorStats(data=dict(fresh)) if fresh else None
 
     @classmethod

@@ -59,12 +59,13 @@ class Save:
 class Orders(KVConnectorMetadata):
     """One step's work.
 
-    before: saves out of pages that this step's requests may be given. saves: out of pages that stay. loads: before the
-    forward. later: loads that take their time. idle: nothing is computed in this step.
+    fresh: pages that are given to requests in this step, and written. before: saves out of pages that were freed.
+    saves: out of pages that stay. loads: before the forward. later: loads that take their time. idle: nothing runs.
     """
 
     step: int = 0
     idle: bool = True
+    fresh: frozenset[int] = frozenset()
     before: Sequence[Save] = ()
     saves: Sequence[Save] = ()
     loads: Sequence[Load] = ()

@@ -20,7 +20,7 @@ from kvstore.adapters.vllm.prefills import Prefills, Ran
 from kvstore.adapters.vllm.spaces import Spaces
 from kvstore.adapters.vllm.tracked import Claim, Tracked
 from kvstore.errors import BudgetError, KVStoreError
-from kvstore.events import Cause, Fault, Miss, Prefilled, Refusal
+from kvstore.events import Cause, Decided, Fault, Miss, Prefilled, Refusal
 from kvstore.gate import Gate
 from kvstore.host import boottime_ns
 from kvstore.match import Match
@@ -48,13 +48,13 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._adapters: dict[str, str | None] = {}
         self._generation = ""
-        self._told: dict[str, int] = {}
         self._announcements: Announcements | None = None
         self._step = self._settled = 0
         self._loads: list[tuple[Load, bool]] = []
         self._before: list[Save] = []
         self._taken: dict[str, tuple[int, Claim]] = {}
         self._prefills = Prefills()
+        self._fresh: set[int] = set()
 
     def greet(self, hellos: Iterable[Hello]) -> None:
         """Take the layout that all ranks agree on. Raises Refused where there is none, or no room for it."""
@@ -122,12 +122,16 @@ class SchedulerHalf:
         for name in output.preempted_req_ids or ():
             self._preempted(name)
         self._prefills.ordered(self._step, output.total_num_scheduled_tokens, self._prompts(output))
+        self._fresh = set()
         saves = tuple(self._scheduled(output))
         loads, self._loads = self._loads, []
         before, self._before = self._before, []
+        for order, _ in loads:
+            self._fresh.update(order.blocks[order.first // self._page :])
         return Orders(
             step=self._step,
             idle=not output.total_num_scheduled_tokens,
+            fresh=frozenset(self._fresh),
             before=tuple(before),
             saves=saves,
             loads=tuple(order for order, later in loads if not later),
@@ -177,13 +181,6 @@ class SchedulerHalf:
     def events(self) -> list[Any]:
         """KV events since this was last asked."""
         return self._announcements.take() if self._announcements is not None else []
-
-    def decided(self) -> dict[str, int]:
-        """Decisions of the gate by reason, since this was last asked."""
-        counts = self.gate.counts()
-        fresh = {f"gate.{why}.decisions": count - self._told.get(why, 0) for why, count in counts.items()}
-        self._told = counts
-        return {name: count for name, count in fresh.items() if count}
 
     def forget(self) -> None:
         """The engine was told to drop every cache, its connector's too: its weights may be others from now on."""
@@ -265,7 +262,9 @@ class SchedulerHalf:
         """A claim of what was matched, leased, if loading it is worth it."""
         by_tier = _beyond(match, computed)
         size = match.space.layout.token_bytes() * (match.tokens - computed)  # of one shard: all load at once
-        if not self.gate.decide(by_tier, size).load:
+        decision = self.gate.decide(by_tier, size)
+        self._store.events.emit(Decided(ADAPTER, decision.why))
+        if not decision.load:
             return None
         lease = self._store.lease(match, LEASE_S)
         tokens = match.tokens
@@ -289,6 +288,7 @@ class SchedulerHalf:
         """Follow pages of all requests in this step; saves of what became final."""
         for new in output.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
+            self._fresh.update(new.block_ids[0][self._kept(tracked) :])
             if tracked is not None:
                 tracked.blocks, tracked.admitted = list(new.block_ids[0]), self._step
                 tracked.resumes(new.num_computed_tokens)
@@ -296,6 +296,8 @@ class SchedulerHalf:
         followed = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for name, fresh, computed in followed:
             tracked = self._tracked.get(name)
+            if fresh:
+                self._fresh.update(fresh[0][self._kept(tracked) if name in cached.resumed_req_ids else 0 :])
             if tracked is None:
                 continue
             tracked.resumes(computed)
@@ -305,6 +307,10 @@ class SchedulerHalf:
             if fresh:
                 tracked.blocks += fresh[0]
             yield from self._due(tracked)
+
+    def _kept(self, tracked: Tracked | None) -> int:
+        """Pages of a request that hold what they held: those that the engine's own cache gave it."""
+        return tracked.local // self._page if tracked is not None and self._engine is not None else 0
 
     def _due(self, tracked: Tracked) -> list[Save]:
         tracked.final = tracked.computed()

@@ -11,13 +11,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-_RERUN = "prefill.vllm.rerun.tokens"
-_SHORTER = {
-    _RERUN: "rerun.tokens",
-    "prefill.vllm.tokens": "prefill.tokens",
-    "prefill.vllm.microseconds": "prefill.microseconds",
-}
-"""Counters that name the adapter, which these need not."""
+ADAPTER = "vllm"
+_RERUN = f"prefill.{ADAPTER}.rerun.tokens"
 
 
 class ConnectorStats(KVConnectorStats):
@@ -81,7 +76,8 @@ class ConnectorMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what was counted."""
         for name, amount in transfer_stats_data.items():
-            family, *middle, unit = _SHORTER.get(name, name).split(".")
+            family, *middle, unit = ["rerun", "tokens"] if name == _RERUN else name.split(".")
+            middle = [word for word in middle if word != ADAPTER]
             metric, label = self._metrics.get(f"{family}.{unit}", (None, ""))
             if metric is None or bool(label) != bool(middle):
                 continue

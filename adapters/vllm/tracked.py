@@ -99,10 +99,7 @@ class Tracked:
         return told
 
     def due(self, block_tokens: int) -> int:
-        """How many tokens to save now: all at the prompt's end, later by whole blocks; 0 for nothing new."""
-        prompt = int(self.request.num_prompt_tokens)
-        if self.saved < prompt <= self.final:
-            return self.final
+        """How many tokens to save now, by whole blocks; 0 for nothing new. What is left is saved when it ends."""
         whole = self.final - self.final % block_tokens
         return whole if whole > self.saved else 0
 

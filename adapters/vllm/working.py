@@ -1,15 +1,17 @@
 """A worker's half: copies between the engine's pages and the store, for one rank's shard.
 
 Loads that a step needs are done before its forward; those that a request waits for run on a thread of their own. Saves
-run beside the forward, out of pages that nobody writes, and are done when the step ends. Must not know the scheduler.
+run beside forwards, out of pages that nobody writes: a step that is given a page waits for the save that reads it. Must
+not know the scheduler.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,8 +27,11 @@ from kvstore.kv import Array, KVBuffer
 from kvstore.layout import Part
 from kvstore.store import Store
 
+MOST_SAVES = 64
+"""Saves of requests that may wait."""
 IDLE_WAIT_S = 0.01
 """How long an idle step waits for loads under way: an engine that spins takes the interpreter from them."""
+_T = TypeVar("_T")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -40,27 +45,29 @@ class WorkerHalf:
         self._pages = _Pages(engine, tensors)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="kvstore-load")
-        self._saves: list[Future[None]] = []
+        self._saves: deque[tuple[frozenset[int], Future[None]]] = deque()
         self._later: dict[str, tuple[Load, Future[int]]] = {}
         self._orders = Orders()
         self._loading_s = 0.0
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
-        self._measured: list[Measured] = []
-        self._stored: list[tuple[str, int, bool]] = []
+        self._measured: deque[Measured] = deque()
+        self._stored: deque[tuple[str, int, bool]] = deque()
 
     def before(self, orders: Orders) -> None:
-        """Ahead of everything else in a step: pages that were freed still hold what they held."""
+        """Ahead of everything else in a step: its pages still hold what they held before they were given away."""
         self._orders = orders
         self._pages.note_lane()
         for save in orders.before:
-            self._save(save)
+            self._submit(save)
+        wait([future for pages, future in self._saves if not pages.isdisjoint(orders.fresh)])
 
     def begin(self, orders: Orders) -> None:
         """The step begins."""
         self._pages.note_lane()
         self._orders, self._loading_s = orders, 0.0
-        self._saves = [self._saver.submit(self._save, save) for save in orders.saves]
+        for save in orders.saves:
+            self._submit(save)
 
     def load(self) -> None:
         """Do this step's loads, and begin those that take their time."""
@@ -72,9 +79,9 @@ class WorkerHalf:
             self._later[order.request] = (order, self._loader.submit(self._load, order))
 
     def end(self) -> None:
-        """Every page that this step saved has been read when this returns."""
-        wait(self._saves)
-        self._saves = []
+        """The step is over. Saves may go on, up to a bound: an engine that computes faster than it saves is held up."""
+        while self._saves and (len(self._saves) > MOST_SAVES or self._saves[0][1].done()):
+            self._saves.popleft()[1].result()
 
     def finished(self) -> set[str]:
         """Requests whose loads are over, each once, whatever came of it."""
@@ -95,8 +102,7 @@ class WorkerHalf:
     def answer(self) -> Answer:
         """What the scheduler's half has to know of this step."""
         failed, self._failed = frozenset(self._failed), set()
-        loads, self._measured = tuple(self._measured), []
-        stored, self._stored = tuple(self._stored), []
+        loads, stored = tuple(_taken(self._measured)), tuple(_taken(self._stored))
         return Answer(self._orders.step, failed, loads, self._loading_s, stored)
 
     def close(self) -> None:
@@ -126,6 +132,9 @@ class WorkerHalf:
             page = self._engine.page
             self._bad_blocks |= set(order.blocks[loaded // page : -(-len(order.tokens) // page)])
             self._failed.add(order.request)
+
+    def _submit(self, save: Save) -> None:
+        self._saves.append((frozenset(save.blocks), self._saver.submit(self._save, save)))
 
     def _save(self, save: Save) -> None:
         fresh = False
@@ -168,6 +177,12 @@ class _Pages:
         buffer = PagedDeviceKV(self._layout, self._device, blocks, first=first)
         buffer.lane = self._lane
         return buffer
+
+
+def _taken(queue: deque[_T]) -> Iterator[_T]:
+    """What is in it, which other threads may add to meanwhile."""
+    while queue:
+        yield queue.popleft()
 
 
 def in_layer_order(names: Sequence[str], tensors: Mapping[str, Any]) -> list[Any]:

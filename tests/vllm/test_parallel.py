@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import Engine, Place, prompt
+from engines import Engine, Place, prompt, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -59,6 +59,8 @@ def test_a_lora_and_its_base_model_do_not_see_each_other(tiny: Path, place: Plac
         tuned = engine.generate(asked, lora=str(adapter))[0]
         assert (base["cached"], tuned["cached"]) == (0, 0)
         assert base["ids"] != tuned["ids"]
+        engine.generate(prompt(20, 9))
+        wait_for(lambda: place.holders(asked) == 2)
         for lora, first in ((None, base), (str(adapter), tuned)):
             engine.do("reset")
             again = engine.generate(asked, lora=lora)[0]

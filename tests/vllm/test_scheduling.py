@@ -169,8 +169,10 @@ def test_nothing_is_saved_before_the_outcome_of_its_step_is_known(bench: Bench) 
     assert not bench.step(going={"a": []}).saves, "the step's outcome has not been told"
     bench.answer(first.step)
     (save,) = bench.step(going={"a": []}).saves
-    assert (len(save.tokens), save.blocks) == (30, tuple(range(8)))
+    assert (len(save.tokens), save.blocks) == (16, (0, 1, 2, 3)), "whole blocks"
     assert not bench.step(going={"a": []}).saves, "saved once"
+    bench.half.finished(request, (list(range(8)),))
+    assert [len(save.tokens) for save in bench.step().before] == [30]
 
 
 def test_an_answer_is_saved_block_by_block_and_its_end_when_it_ends(bench: Bench) -> None:
@@ -183,7 +185,7 @@ def test_an_answer_is_saved_block_by_block_and_its_end_when_it_ends(bench: Bench
         request.num_computed_tokens = request.num_tokens - 1
         going = {"a": [len(request.all_token_ids) // PAGE + 1] if request.num_tokens % PAGE == 0 else []}
         saved += [len(save.tokens) for save in bench.step(going=going).saves]
-    assert saved == [30, 32, 48]
+    assert saved == [16, 32, 48]
     bench.half.finished(request, (list(range(13)),))
     assert [len(save.tokens) for save in bench.step().before] == [49]
 
@@ -208,6 +210,24 @@ def test_a_preempted_request_is_saved_before_its_pages_go(bench: Bench) -> None:
     request.num_computed_tokens = 0
     orders = bench.step(preempted=("a",))
     assert [len(save.tokens) for save in orders.before] == [20]
+
+
+def test_a_step_names_the_pages_that_it_overwrites(bench: Bench) -> None:
+    ids = tokens_of(1, 70)
+    bench.keep(ids)
+    first, second, third = Request("a", ids), Request("b", tokens_of(2, 30)), Request("c", ids)
+    bench.half.match(first, 8)
+    bench.half.allocated(first, (list(range(18)),), 61)
+    bench.half.match(second, 20)
+    bench.half.allocated(second, (list(range(30, 38)),), 0)
+    orders = bench.step(new={"a": list(range(18)), "b": list(range(30, 38))}, computed=20)
+    assert orders.fresh == {*range(2, 18), *range(35, 38)}, "pages of the engine's own cache stay as they are"
+    assert bench.step(going={"b": [50]}, computed=31).fresh == {50}
+    bench.bench.settle()
+    bench.bench.drop("ram")
+    assert bench.half.match(third, 0) == (69, True)
+    bench.half.allocated(third, (list(range(60, 78)),), 69)
+    assert bench.step().fresh == {*range(60, 78)}, "pages that are filled while the request waits"
 
 
 def test_an_aborted_request_whose_step_is_not_settled_is_not_saved(bench: Bench) -> None:
@@ -327,7 +347,7 @@ def test_whole_blocks_are_announced_once_they_are_stored(bench: Bench) -> None:
     request.num_computed_tokens = 40
     orders = bench.step(going={"a": []})
     assert bench.half.events() == []
-    bench.answer(orders.step, stored=(("a", 40, True),))
+    bench.answer(orders.step, stored=(("a", 32, True),))
     (event,) = bench.half.events()
     assert (len(event.block_hashes), event.block_size, event.token_ids) == (2, 16, request.all_token_ids[:32])
     assert event.parent_block_hash is None
