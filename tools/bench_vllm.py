@@ -12,9 +12,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -32,12 +33,13 @@ from kvstore.sizes import MIB
 from kvstore.store import Store
 from kvstore.tools.bench_vllm_worker import MARK, Connector
 from kvstore.tools.media import Media
-from kvstore.tools.ratios import PAIRS_MIN, Figure, Target, alternate, figure
+from kvstore.tools.ratios import Figure, Target, alternate, figure
 from kvstore.tools.scratch import scratch_folder
 
 TOKENS = 15 * 128 + 1
 """Whole pages and one token: with a longer rest to run, the rest is what is measured."""
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 96, 4
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 192, 4
+GROWING_PAIRS = 3
 RAM, NVME = Target(1.25, at_most=True), Target(1.4, at_most=True)
 EXAMPLE, MISS = Target(1.0, at_most=True), Target(0.03, at_most=True)
 FLUSH_S, FILL_BLOCKS = 120.0, 16
@@ -154,9 +156,10 @@ def measure(plan: Plan, step: Step) -> dict[str, Any]:
         with Engine(plan.model, "example", example, scratch) as other:
             samples, size = _first_tokens(ours, other, store, vocabulary, plan.rounds, step)
         with Engine(plan.model, "none", {}, scratch) as bare:
-            growing = _misses(ours, bare, vocabulary, PAIRS_MIN, step)
+            prompts = _prompts(vocabulary)
+            growing = _misses(ours, bare, prompts, GROWING_PAIRS, step)
             _fill(store, step)
-            missed = _misses(ours, bare, vocabulary, plan.pairs, step)
+            missed = _misses(ours, bare, prompts, plan.pairs, step)
     return _figures(samples, growing, missed, size)
 
 
@@ -210,19 +213,22 @@ def _await(store: Store, ids: Sequence[int]) -> None:
         spaces = [store.namespace_at(use.record.root) for use in store.namespaces()]
 
 
-def _misses(ours: Engine, bare: Engine, vocabulary: int, pairs: int, step: Step) -> Pairs:
+def _prompts(vocabulary: int) -> Iterator[list[list[int]]]:
+    """Batches of prompts that nobody asked before."""
+    for batch in itertools.count(10_000):
+        yield [_ids(PROMPTS * batch + at, PROMPT_TOKENS, vocabulary) for at in range(PROMPTS)]
+
+
+def _misses(ours: Engine, bare: Engine, prompts: Iterator[list[list[int]]], pairs: int, step: Step) -> Pairs:
     """Seconds of every pair, with the store and without, for prompts that all miss."""
-    rounds = itertools.count(10_000)
 
-    def timed(engine: Engine) -> Callable[[], float]:
-        def ask() -> float:
-            first = PROMPTS * next(rounds)
-            prompts = [_ids(first + at, PROMPT_TOKENS, vocabulary) for at in range(PROMPTS)]
-            return engine.ask(prompts, NEW_TOKENS)
+    def timed(engine: Engine) -> float:
+        seconds = engine.ask(next(prompts), NEW_TOKENS)
+        if engine.cached:
+            raise KVStoreError(f"{engine.cached} tokens were not missed", "this is a defect: report it")
+        return seconds
 
-        return ask
-
-    return alternate(timed(ours), timed(bare), pairs, lambda done: step("misses", done, pairs))
+    return alternate(partial(timed, ours), partial(timed, bare), pairs, lambda done: step("misses", done, pairs))
 
 
 def _fill(store: Store, step: Step) -> None:
