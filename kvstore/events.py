@@ -168,7 +168,9 @@ class Refusal:
     reason: str
 
 
-Event: TypeAlias = Hit | Miss | Matched | Prefilled | Decided | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
+Event: TypeAlias = (
+    Hit | Miss | Matched | Prefilled | Decided | Saved | Skipped | Moved | Evicted | Fault | Notice | Refusal
+)
 Observer: TypeAlias = Callable[[Event], None]
 
 
