@@ -24,7 +24,7 @@ from kvstore.tools.cli import app
 from kvstore.tools.transfer import restore
 
 ROOT = Path(__file__).resolve().parents[2]
-DELAYS = [0.0, 0.02, 0.06, 0.12]
+DELAYS = [0.0, 0.03, 0.1]
 
 
 LAYOUT = Layout.uniform(layers=8, heads=4, k_dim=32, block_tokens=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,22 @@ def generate(model: Any, rows: Any) -> None:
     import torch
 
     model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=1, do_sample=False, pad_token_id=0)
+
+
+def test_no_request_waits_for_the_book(made: Any) -> None:
+    """The disk's index is locked for as long as requests run; what they count is written afterwards."""
+    free = threading.Event()
+    with kvstore.open(made.path, ram="8MiB", nvme="16MiB") as store:
+        held = store._core.lowest.index.submit(lambda txn: free.wait(60))
+        space = store.namespace(made.layout, salt="first", label="first")
+        for _ in range(3):
+            match = store.match(space, made.tokens(40))
+            buffer = HostKV.stacked(made.layout, np.zeros((2, 2, 2, 40, 16), np.uint32))
+            assert store.load(match, buffer).tokens == 40
+        assert not held.done()
+        free.set()
+        assert held.result(30)
+    assert run("--path", made.path)["total"]["asked_tokens"] == 120
 
 
 # -------------------------------------------------------------------- the book
