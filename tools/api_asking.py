@@ -61,11 +61,13 @@ async def savings(
     price: Annotated[float, Query(ge=0, le=1e9, description="Money a million input tokens.")] = 0.0,
     cache_read: Annotated[float, Query(ge=0, le=1e3)] = 0.1,
     cache_write: Annotated[float, Query(ge=0, le=1e3)] = 1.25,
+    ram_price: Annotated[float, Query(ge=0, le=1e9, description="Money a GB and month of memory.")] = 0.0,
+    disk_price: Annotated[float, Query(ge=0, le=1e9, description="Money a GB and month of disk.")] = 0.0,
     prefill: Annotated[float | None, Query(gt=0, le=1e12, description="Tokens a second of a prefill.")] = None,
 ) -> dict[str, Any]:
     """Tokens and seconds of prefill that were not repeated, by namespace and day, and what the store cost."""
-    prices = Prices(price, cache_read, cache_write)
-    return (await service.run(answer_savings, service.store, days, namespace, prices, prefill))[1]
+    prices = Prices(price, cache_read, cache_write, ram_price, disk_price)
+    return await service.run(answer_savings, service.store, days, namespace, prices, prefill)
 
 
 @routes.post("/plan")

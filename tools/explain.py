@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,12 +12,13 @@ from rich.markup import escape
 from kvstore.errors import NotFoundError, SettingsError, TokenError
 from kvstore.listing import NamespaceUse
 from kvstore.store import Store
-from kvstore.tools import terminal
-from kvstore.tools.differ import Cause, Difference, Side, compare
-from kvstore.tools.explaining import Explanation, ago, moment
+from kvstore.tools import remote, terminal
+from kvstore.tools.differ import Difference, Side, compare
+from kvstore.tools.explaining import ago, moment
 from kvstore.tools.explaining import explain as find_out
 from kvstore.tools.naming import namespaces_for
 from kvstore.tools.prompts import Prompt, Tokens, plain_text, read_prompt
+from kvstore.tools.remote import Remote
 from kvstore.tools.standing import standing_store
 
 TokenizerOption = Annotated[
@@ -33,6 +35,7 @@ def explain(
     tokenizer: TokenizerOption = None,
     as_text: TextOption = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Why a prompt missed: how much of it is stored in which tier, the first token that differs, and the likely cause.
@@ -56,8 +59,28 @@ def explain(
         else:
             _show_pair(found)
         return
+    told = _explained(remote.at(url), path, prompt, namespace, salt, tokens, as_text)
+    if as_json:
+        terminal.print_json(told)
+    else:
+        _show(told)
+
+
+def _explained(
+    server: Remote | None,
+    path: Path | None,
+    prompt: str,
+    namespace: str | None,
+    salt: str | None,
+    tokens: Tokens | None,
+    as_text: bool,
+) -> dict[str, Any]:
+    """The answer, of the store here or of a server; which knows tokens, and no tokenizer."""
+    asked = read_prompt(prompt, as_text)
+    if server is not None:
+        said = {"name": prompt} if asked is None else {"tokens": list(_ids(asked, tokens))}
+        return server.post("/v1/explain", {**said, "namespace": namespace, "salt": salt})
     with standing_store(path) as store, terminal.progress() as step:
-        asked = read_prompt(prompt, as_text)
         everything = store.namespaces()
         chosen = namespaces_for(store, namespace, salt)
         if asked is None:
@@ -67,10 +90,7 @@ def explain(
         if not ids:
             raise TokenError("the prompt has no tokens", "pass a prompt that is not empty")
         answer = find_out(store, ids, chosen, everything, tokens, lambda done, total: step("read", done, total))
-    if as_json:
-        terminal.print_json(answer.to_dict())
-    else:
-        _show(answer)
+        return answer.to_dict()
 
 
 def _prompt(argument: str, as_text: bool) -> Prompt:
@@ -109,41 +129,42 @@ def _named(store: Store, name: str, chosen: list[NamespaceUse]) -> tuple[tuple[i
 def _show_pair(found: Difference) -> None:
     out = terminal.console()
     out.print(f"{found.shared:,} of {found.prompt:,} {found.unit} agree; {found.lost:,} lie behind the difference.")
-    _show_difference(out, found)
-    _show_causes(out, found.causes, found.unit)
+    told = found.to_dict()
+    _show_difference(out, told)
+    _show_causes(out, told["causes"], found.unit)
     if found.would_match > found.shared:
         out.print(f"Without what was recognised, {found.would_match:,} {found.unit} would match.")
 
 
-def _show(answer: Explanation) -> None:
+def _show(told: dict[str, Any]) -> None:
     out = terminal.console()
-    label = answer.use.record.label or answer.use.record.root.hex()[:12]
-    tiers = ", ".join(f"{count:,} from {tier}" for tier, count in answer.by_tier.items()) or "none"
-    out.print(escape(f"{answer.matched:,} of {answer.asked:,} tokens match in {label} ({tiers})."))
-    if answer.matched == answer.asked:
+    label = told["label"] or told["namespace"][:12]
+    tiers = ", ".join(f"{count:,} from {tier}" for tier, count in told["by_tier"].items()) or "none"
+    out.print(escape(f"{told['matched']:,} of {told['asked']:,} tokens match in {label} ({tiers})."))
+    if told["matched"] == told["asked"]:
         return
-    if answer.nearest is not None:
-        near = answer.nearest
-        named = f", named {near.name!r} on {moment(near.named)}" if near.name and near.named else ""
-        out.print(escape(f"Nearest stored: {near.tokens:,} tokens, last used {ago(near.idle_s)} ago{named}."))
-    if answer.difference is not None:
-        _show_difference(out, answer.difference)
-    _show_causes(out, answer.causes, "tokens")
-    if answer.would_match > answer.matched:
-        out.print(f"Without what was recognised, {answer.would_match:,} tokens would match.")
+    near = told["nearest"]
+    if near is not None:
+        named = f", named {near['name']!r} on {moment(near['named'])}" if near["name"] and near["named"] else ""
+        out.print(escape(f"Nearest stored: {near['tokens']:,} tokens, last used {ago(near['idle_s'])} ago{named}."))
+    if told["difference"] is not None:
+        _show_difference(out, told["difference"])
+    _show_causes(out, told["causes"], "tokens")
+    if told["would_match"] > told["matched"]:
+        out.print(f"Without what was recognised, {told['would_match']:,} tokens would match.")
 
 
-def _show_difference(out: Console, found: Difference) -> None:
-    if found.shared == found.prompt:
+def _show_difference(out: Console, told: dict[str, Any]) -> None:
+    if told["shared"] == told["prompt"]:
         return
-    before, mine, other = found.around
-    out.print(escape(f"  after   {before!r}"))
-    out.print(escape(f"  prompt  {mine!r}"))
-    out.print(escape(f"  stored  {other!r}"))
+    out.print(escape(f"  after   {told['before']!r}"))
+    out.print(escape(f"  prompt  {told['prompt_text']!r}"))
+    out.print(escape(f"  stored  {told['stored_text']!r}"))
 
 
-def _show_causes(out: Console, causes: tuple[Cause, ...], unit: str) -> None:
+def _show_causes(out: Console, causes: list[dict[str, Any]], unit: str) -> None:
+    one = unit.removesuffix("s")
     for cause in causes:
-        unit_one = unit.removesuffix("s")
-        out.print(escape(f"{cause.code}: {cause.says}."), style="bold")
-        out.print(escape(f"  At {unit_one} {cause.at:,}; {cause.lost:,} {unit} lie behind it. To do: {cause.advice}."))
+        out.print(escape(f"{cause['code']}: {cause['says']}."), style="bold")
+        behind = f"{cause['lost']:,} {unit} lie behind it"
+        out.print(escape(f"  At {one} {cause['at']:,}; {behind}. To do: {cause['advice']}."))

@@ -19,7 +19,7 @@ from kvstore.listing import NamespaceUse
 from kvstore.sizes import format_size
 from kvstore.statistics import Stats
 from kvstore.store import Store
-from kvstore.tools import terminal
+from kvstore.tools import remote, terminal
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
 from kvstore.tools.worth import Prices, Worth, measured_rate, storage, total, worth
 
@@ -49,6 +49,7 @@ def savings(
     ram_price: Annotated[float, typer.Option(help="Money a GB and month of memory.", min=0)] = 0.0,
     disk_price: Annotated[float, typer.Option(help="Money a GB and month of disk.", min=0)] = 0.0,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Tokens and seconds of prefill that were not repeated, by namespace and day, money, and what the store cost.
@@ -61,21 +62,25 @@ def savings(
         kvstore savings --price 3 --path ./store
     """
     prices = Prices(price, cache_read, cache_write, ram_price, disk_price)
-    with standing_store(path) as store:
-        lines, told = answer(store, days, namespace, prices, prefill)
+    server = remote.at(url)
+    if server is not None:
+        asked = {"price": price, "cache_read": cache_read, "cache_write": cache_write, "prefill": prefill}
+        asked |= {"ram_price": ram_price, "disk_price": disk_price}
+        told = server.get("/v1/savings", days=days, namespace=namespace, **asked)
+    else:
+        with standing_store(path) as store:
+            told = answer(store, days, namespace, prices, prefill)
     if as_json:
         terminal.print_json(told)
     else:
-        _show(lines, told, prices)
+        _show(told, prices)
 
 
-def answer(
-    store: Store, days: int, namespace: str | None, prices: Prices, prefill: float | None
-) -> tuple[list[Line], dict[str, Any]]:
-    """The last days' lines, and all of it as plain values. Raises NotFoundError, AmbiguousError."""
+def answer(store: Store, days: int, namespace: str | None, prices: Prices, prefill: float | None) -> dict[str, Any]:
+    """What the last days were worth, as plain values. Raises NotFoundError, AmbiguousError."""
     root = find_namespace(store, namespace).record.root if namespace is not None else None
     lines = judged(store.days(), store.namespaces(), prices, prefill, root, _first(days))
-    return lines, _told(lines, store.stats(), prices)
+    return _told(lines, store.stats(), prices)
 
 
 def judged(
@@ -144,27 +149,27 @@ def _told(lines: list[Line], stats: Stats, prices: Prices) -> dict[str, Any]:
     }
 
 
-def _show(lines: list[Line], told: Mapping[str, Any], prices: Prices) -> None:
+def _show(told: Mapping[str, Any], prices: Prices) -> None:
     rows = [
         (
-            _date(line.day),
-            line.label,
-            f"{line.worth.day.asked:,}",
-            f"{line.worth.reused:,}",
-            f"{line.worth.reused / line.worth.day.asked:.0%}" if line.worth.day.asked else "",
-            f"{line.worth.day.rerun:,}",
-            _seconds(line.worth.prefill_s),
-            _seconds(line.worth.load_s),
-            f"{line.worth.money:,.4f}" if prices.input else "",
+            one["day"],
+            one["label"],
+            f"{one['asked_tokens']:,}",
+            f"{one['reused_tokens']:,}",
+            f"{one['reused_tokens'] / one['asked_tokens']:.0%}" if one["asked_tokens"] else "",
+            f"{one['recomputed_tokens']:,}",
+            _seconds(one["prefill_s_not_repeated"]),
+            _seconds(one["load_s"]),
+            f"{one['money_saved']:,.4f}" if prices.input else "",
         )
-        for line in lines
+        for one in told["days"]
     ]
     out = terminal.console()
     columns = ("day", "namespace", "asked", "reused", "", "loaded, then run", "prefill not run", "loads took", "money")
     out.print(terminal.table("Tokens and prefill that were not repeated", columns, rows, right=range(2, 9)))
     whole, cost = told["total"], told["cost"]
     saved = whole["seconds_saved"]
-    if not lines:
+    if not rows:
         text = "Nothing was counted in these days."
     elif saved is None:
         text = (
