@@ -191,6 +191,7 @@ class Attachment:
             reason = refused.reason
         except Exception as error:  # noqa: BLE001  the forward's own arguments are untouched: it runs uncached
             _RUN.set((self, None))
+            run.lost()
             reason = self._fault("load", error)
         else:
             return None if changed is None else ((), changed)

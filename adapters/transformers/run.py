@@ -88,6 +88,7 @@ class Run:
     _futures: list[Future[None]] = field(default_factory=list)
     _began: float | None = None
     _rerun: int = 0
+    _served: int = 0
 
     def before(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """The forward's arguments as they should be; None where they may stay. Raises Refused at the prefill."""
@@ -149,6 +150,7 @@ class Run:
         dtype, device = ground.present.dtype, ground.model_layout.device
         stack = Stack(shapes, dtype, device, batch, prompt.shape[1] + room, ground.pool)
         loaded, self._rerun = fill(ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.gate)
+        self._served = self._rerun + sum(max(0, loaded - pad) for pad in pads)
         cache = DynamicCache() if given is None else given
         skip = min(loaded, ids.shape[1] - 1)
         changed = cut(inputs, skip) | {ground.model_layout.cache_name: cache}
@@ -157,6 +159,13 @@ class Run:
         self._staged = ids
         self._began = time.perf_counter()
         return changed
+
+    def lost(self) -> None:
+        """Tell that what was loaded is run again: the adapter failed after the load."""
+        served, self._served = self._served, 0
+        if served:
+            root = self.ground.space.root
+            self.ground.store.events.emit(Prefilled(ADAPTER, served, served, 0.0, False, root))
 
     def _note_prefill(self) -> None:
         """Tell what the prompt took, once it has run: at the next forward, since a device is late by nature."""

@@ -18,8 +18,9 @@ import transformers.generation.utils as generation  # noqa: E402
 from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 from kvstore.adapters.transformers import attach  # noqa: E402
+from kvstore.adapters.transformers import run as running  # noqa: E402
 from kvstore.adapters.transformers.layout import cache_argument  # noqa: E402
-from kvstore.events import Counters, Skipped  # noqa: E402
+from kvstore.events import Counters, Hit, Prefilled, Skipped  # noqa: E402
 
 BLOCK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -122,6 +123,25 @@ def test_a_store_that_fails_costs_speed_and_never_the_request(
         assert torch.equal(model.generate(ids(40), **GREEDY), expected)
     attachment.detach()
     assert any(name.startswith("fault.adapter") for name in counted.snapshot())
+
+
+def test_what_was_loaded_before_the_adapter_failed_is_not_called_saved(
+    tiny: Any, ids: Any, store: Any, seen: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = tiny("llama"), ids(64)
+    plain = model.generate(prompt, **GREEDY)
+    with attach(model, store, block_tokens=BLOCK, warm_tokens=0) as attachment:
+        model.generate(prompt, **GREEDY)
+        attachment.flush()
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(running, "install", fails)
+        assert torch.equal(model.generate(prompt, **GREEDY), plain)
+        assert attachment.last.refused == "fault"
+    served = sum(event.tokens for event in seen if isinstance(event, Hit))
+    assert served == sum(event.rerun for event in seen if isinstance(event, Prefilled)) == 63
 
 
 def test_a_store_that_was_closed_costs_nothing_but_speed(tiny: Any, ids: Any, open_store: Any) -> None:
