@@ -155,10 +155,10 @@ class Transaction:
 class _Job:
     """Work queued for the writer."""
 
-    __slots__ = ("future", "work")
+    __slots__ = ("alone", "future", "work")
 
-    def __init__(self, work: Callable[[Transaction], Any]) -> None:
-        self.work = work
+    def __init__(self, work: Callable[[Transaction], Any], alone: bool) -> None:
+        self.work, self.alone = work, alone
         self.future: Future[Any] = Future()
 
 
@@ -206,6 +206,8 @@ class Index:
         self._readers = 0
         self._idle = threading.Condition()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._next: _Job | None = None
+        """Taken from the queue for a group that it must not be in. Only the writer thread knows it."""
         self._thread = threading.Thread(target=self._run, name=f"kvstore-{name}-writer", daemon=True)
         self._thread.start()
 
@@ -229,25 +231,26 @@ class Index:
                 self._readers -= 1
                 self._idle.notify_all()
 
-    def submit(self, work: Callable[[Transaction], T]) -> Future[T]:
+    def submit(self, work: Callable[[Transaction], T], *, alone: bool = False) -> Future[T]:
         """Queue ``work`` for the writer thread; the future is done after the commit.
 
-        Works that are queued together share a transaction. ``work`` may be run again when another one of the group
+        Works that are queued together share a transaction, unless ``alone``: what reads the last commit beside its
+        transaction does not see what others of a group did. ``work`` may be run again when another one of the group
         fails, so it must have no effect outside its transaction.
         """
-        job = _Job(work)
+        job = _Job(work, alone)
         with self._idle:
             if self._closed:
                 raise ClosedError(f"the {self.name} index is closed", "open the store again")
             self._queue.put(job)
         return job.future
 
-    def write(self, work: Callable[[Transaction], T], timeout: float | None = None) -> T:
-        """Run ``work`` in a write transaction and wait for its commit.
+    def write(self, work: Callable[[Transaction], T], timeout: float | None = None, *, alone: bool = False) -> T:
+        """Run ``work`` in a write transaction, ``alone`` as in `submit`, and wait for its commit.
 
         Raises BusyError when the writer lock was not had within ``timeout`` seconds: then ``work`` never runs.
         """
-        future = self.submit(work)
+        future = self.submit(work, alone=alone)
         try:
             return future.result(timeout)
         except FutureTimeout:
@@ -317,7 +320,7 @@ class Index:
     def _run(self) -> None:
         running = True
         while running:
-            job = self._queue.get()
+            job, self._next = self._next or self._queue.get(), None
             if job is None:
                 return
             try:
@@ -337,10 +340,12 @@ class Index:
             with _translated(f"writing the {self.name} index"):
                 txn = self._env.begin(write=True, buffers=False)
             queued = [first]
-            while not self._queue.empty():
+            while not (first.alone or self._next or self._queue.empty()):
                 job = self._queue.get()
                 if job is None:
                     running = False
+                elif job.alone:
+                    self._next = job
                 else:
                     queued.append(job)
             jobs = [job for job in queued if job.future.set_running_or_notify_cancel()]

@@ -83,8 +83,8 @@ def forget(index: Index) -> None:
 def rewrite(index: Index) -> int:
     """Write every database anew, in one transaction, which every writer waits for; its number.
 
-    Also those that never held a token: the gaps of their pages may have. Raises NoSpaceError where the index has no
-    room for both.
+    Also those that never held a token: the gaps of their pages may have. Alone in its transaction: it copies what was
+    committed before. Raises NoSpaceError where the index has no room for both.
     """
 
     def work(txn: Transaction) -> int:
@@ -94,7 +94,7 @@ def rewrite(index: Index) -> int:
                 txn.append(db, before.scan(db))
         return txn.number
 
-    return index.write(work)
+    return index.write(work, alone=True)
 
 
 def overwrite_free(index: Index, since: int, step: Progress) -> None:

@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError
 from kvstore.index import Database, Index, Transaction
+from kvstore.scrubbing import rewrite
 
 SIZE = 1 << 20
 
@@ -245,3 +247,21 @@ def test_a_foreign_file_is_refused(shm: Path, content: bytes) -> None:
 def test_an_index_that_does_not_fit_is_refused(shm: Path) -> None:
     with pytest.raises(NoSpaceError):
         Index(shm / "index", 1 << 46, durable=False, name="test")
+
+
+def test_a_rewriting_keeps_what_was_queued_around_it(index: Index) -> None:
+    """It copies the last commit: in one transaction with others it would undo what they did, untold."""
+    index.write(put(b"old"))
+    held = Held(index)
+    with ThreadPoolExecutor(1) as rewriting:
+        before = [index.submit(put(b"before %d" % number)) for number in range(3)]
+        waiting = index._queue.qsize()
+        done = rewriting.submit(rewrite, index)
+        while index._queue.qsize() == waiting:
+            time.sleep(0.001)
+        after = [index.submit(put(b"after %d" % number)) for number in range(3)]
+        held.let_go()
+        for future in [*before, done, *after]:
+            future.result(30)
+    wanted = [b"old", *(b"%s %d" % (when, number) for when in (b"before", b"after") for number in range(3))]
+    assert {key: get(index, key) for key in wanted} == dict.fromkeys(wanted, b"v")
