@@ -32,12 +32,18 @@ def register(txn: Transaction, record: NamespaceRecord) -> int:
     return number
 
 
-def restore(txn: Transaction, number: int, record: NamespaceRecord) -> None:
-    """Register a namespace again that was dropped while it was empty, under its number: numbers are not used twice."""
+def restore(txn: Transaction, number: int, record: NamespaceRecord) -> int:
+    """The number of a namespace that had one: it may have been dropped while it was empty, and have got another since.
+
+    A dropped one is registered again under the number it had: numbers are not used twice.
+    """
     key = _ROOT + record.root
-    if txn.get(Database.NAMESPACES, key) is None:
-        txn.put(Database.NAMESPACES, key, number.to_bytes(4, "big"))
-        txn.put(Database.NAMESPACES, _RECORD + number.to_bytes(4, "big"), record.pack())
+    known = txn.get(Database.NAMESPACES, key)
+    if known is not None:
+        return int.from_bytes(known, "big")
+    txn.put(Database.NAMESPACES, key, number.to_bytes(4, "big"))
+    txn.put(Database.NAMESPACES, _RECORD + number.to_bytes(4, "big"), record.pack())
+    return number
 
 
 def set_ttl(txn: Transaction, root: bytes, ttl: int) -> bool:

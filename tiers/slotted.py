@@ -18,7 +18,7 @@ from kvstore.identity import Chain
 from kvstore.index import Database, Index, Transaction
 from kvstore.layout import Part
 from kvstore.policy import Policy
-from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage
+from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage, entry_namespace
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, lookup, namespaces, reservation, segments, wiping
 from kvstore.tiers.arrays import ArrayFiles, by_segment
@@ -199,7 +199,7 @@ class SlottedTier:
             plan = self._plan(total.left, space, slot_bytes, epoch, candidates, held)
             result = self.index.write(plan, timeout)
             total.add(result)
-            self._begin(result.placed, space)
+            self._begin(result.placed)
             if not total.left:
                 break
             if not evict:
@@ -242,7 +242,7 @@ class SlottedTier:
         """Take up to ``most`` free slots of a segment, from the slot ``first`` on, to write over and then abandon."""
         generation = self.arrays.generation
         taken = self.index.write(lambda txn: wiping.take_free(txn, self.owner, segment, first, most, generation))
-        self._begin(taken, Space(wiping.NOWHERE, b"", b""))
+        self._begin(taken)
         return taken
 
     def abandon(self, placements: Sequence[Placement]) -> None:
@@ -343,11 +343,12 @@ class SlottedTier:
         """The work of one reservation. held: gets the candidates that a lease or a pin kept."""
 
         def work(txn: Transaction) -> Reserved:
+            number = space.number
             if space.record is not None:  # somebody may have dropped it while it was empty
-                namespaces.restore(txn, space.number, space.record)
+                number = namespaces.restore(txn, number, space.record)
             quota = self.quota(space.salt) if space.salt else None
             siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
-            terms = Terms(self.owner, space.number, space.root, slot_bytes, epoch, siblings, quota)
+            terms = Terms(self.owner, number, space.root, slot_bytes, epoch, siblings, quota)
             held.clear()
             spared = self.spared_in(txn, held)
             return reservation.reserve(txn, names, terms, candidates, spared, self.arrays.generation)
@@ -371,12 +372,12 @@ class SlottedTier:
 
         return spared
 
-    def _begin(self, placed: Sequence[Placement], space: Space) -> None:
+    def _begin(self, placed: Sequence[Placement]) -> None:
         """After the commit that unmapped the old blocks, before the first new byte: the generations go up."""
         for segment, (slots, places) in by_segment([placement.ref for placement in placed]).items():
             arrays = self.arrays.of(segment)
             arrays.stamps[slots] = 0
-            arrays.namespaces[slots] = space.number
+            arrays.namespaces[slots] = [entry_namespace(placed[place].record) for place in places]
             arrays.flags[slots] = 0
             arrays.generations[slots] = [placed[place].generation for place in places]
 
