@@ -25,15 +25,21 @@ class Job(Future[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
-        self._work, self._claim = work, threading.Lock()
+        self._work = work
+        self._claim: dict[str, object] = {}
 
     def run(self) -> None:
-        """Do the work, unless it is done, being done, or cancelled. Errors come up where the result is asked for."""
-        if not self._claim.acquire(blocking=False) or not self.set_running_or_notify_cancel():
-            return
+        """Do the work, unless it is done, being done, or cancelled. Errors come up where the result is asked for.
+
+        A Ctrl-C at any moment ends it, as an error of the work: who waits for a claimed job must not wait for ever.
+        """
+        mine = object()
         try:
-            self.set_result(self._work())
-        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            if self._claim.setdefault("by", mine) is mine and self.set_running_or_notify_cancel():
+                self.set_result(self._work())
+        except BaseException as error:
+            if self._claim.get("by") is not mine or self.done():
+                raise
             self.set_exception(error)
 
 
@@ -107,18 +113,20 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[[], T]) -> Job[T]:
 def wait_all(jobs: Sequence[Job[T]], *, help_out: bool = True) -> list[T]:
     """Results of all; the first error is raised only after every job has ended, so nothing is written later.
 
-    help_out: do here what no thread has begun yet.
+    A Ctrl-C too: slots that a job still reads into would be given to others. help_out: do here what no thread has
+    begun yet.
     """
-    if help_out:
-        for job in jobs:
-            job.run()
-    error: BaseException | None = None
-    results: list[T] = []
-    for job in jobs:
+    interrupt: BaseException | None = None
+    ended = False
+    while not ended:
         try:
-            results.append(job.result())
-        except BaseException as failure:  # noqa: BLE001  raised below, when nothing runs any more
-            error = error or failure
-    if error is not None:
-        raise error
-    return results
+            for job in jobs if help_out else ():
+                job.run()
+            for job in jobs:
+                job.cancelled() or job.exception()  # waits for it
+            ended = True
+        except BaseException as error:  # noqa: BLE001  raised below, when nothing runs any more
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
+    return [job.result() for job in jobs]

@@ -1,4 +1,4 @@
-"""Namespaces dropped while they are empty: whoever saves into one again, what it saves is found by all that names it."""
+"""Namespaces dropped while they are empty: what is saved into one again is found by all that names it."""
 
 from __future__ import annotations
 

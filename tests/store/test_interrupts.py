@@ -1,0 +1,172 @@
+"""Ctrl-C in the middle of a copy or a read: the caller hears of it when nothing is written for it any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import pytest
+from known_kv import SPEAKERS, load, save
+
+from kvstore import loading
+from kvstore.copying import CopyThreads, Job, wait_all
+from kvstore.kv import Bytes
+from kvstore.store import Store
+from kvstore.tiers.medium import Medium
+
+SPEAKER = SPEAKERS[0]
+
+
+class CtrlC:
+    """Sends this process SIGINT, and returns when the main thread was interrupted by it."""
+
+    def __init__(self) -> None:
+        self._seen = threading.Event()
+
+    def __call__(self) -> None:
+        self._seen.clear()
+        for _ in range(100):  # one that comes just before the main thread begins to wait does not wake it
+            os.kill(os.getpid(), signal.SIGINT)
+            if self._seen.wait(0.3):
+                return
+        raise AssertionError("the main thread was never interrupted")
+
+    def arrived(self, number: int, frame: FrameType | None) -> None:
+        self._seen.set()
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[CtrlC]:
+    sender = CtrlC()
+    before = signal.signal(signal.SIGINT, sender.arrived)
+    yield sender
+    signal.signal(signal.SIGINT, before)
+
+
+class Interrupted:
+    """A medium whose next read is under way while the main thread is interrupted. ended: whether it came to its end."""
+
+    def __init__(self, inner: Medium, ctrl_c: CtrlC) -> None:
+        self._inner, self._ctrl_c, self.name = inner, ctrl_c, inner.name
+        self.armed = self.ended = False
+        self.waited_for = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def read(self, segment: int, offset: int, into: Sequence[Bytes]) -> None:
+        armed, self.armed = self.armed, False
+        if armed:
+            assert self.waited_for.wait(30)
+            self._ctrl_c()
+            self._ctrl_c()
+        self._inner.read(segment, offset, into)
+        self.ended = self.ended or armed
+
+
+class Jobs(list[Job[Any]]):
+    """Jobs that tell when somebody begins to look at them."""
+
+    def __init__(self, jobs: Sequence[Job[Any]], looked: threading.Event) -> None:
+        super().__init__(jobs)
+        self._looked = looked
+
+    def __iter__(self) -> Iterator[Job[Any]]:
+        self._looked.set()
+        return super().__iter__()
+
+
+def test_a_load_that_is_interrupted_ends_when_its_reads_have(
+    reopen: Callable[..., Store], ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `ram` slots are given back then: a read that went on would write into somebody else's block."""
+    media: dict[str, Interrupted] = {}
+
+    def wrap(medium: Medium) -> Medium:
+        return media.setdefault(medium.name, Interrupted(medium, ctrl_c))
+
+    store = reopen(wrap=wrap)
+    save(store, SPEAKER, range(48))
+    assert store.flush(60)
+    store.evict(everything=True, tier="ram")
+    nvme = media["nvme"]
+    nvme.armed = True
+
+    def waiting(jobs: Sequence[Job[Any]], *, help_out: bool = True) -> list[Any]:
+        return wait_all(Jobs(jobs, nvme.waited_for), help_out=help_out) if jobs else []
+
+    monkeypatch.setattr(loading, "wait_all", waiting)
+    with pytest.raises(KeyboardInterrupt):
+        load(store, SPEAKER, range(48))
+    assert nvme.ended
+    others = [range(first, first + 48) for first in range(1000, 1200, 50)]
+    for tokens in others:
+        save(store, SPEAKER, tokens)
+    for tokens in (range(48), *others):
+        loaded, wrong = load(store, SPEAKER, list(tokens))
+        assert (loaded.tokens, wrong) == (48, 0)
+    assert store.verify().problems == []
+
+
+@pytest.mark.parametrize("help_out", [True, False])
+def test_an_interrupted_wait_ends_after_its_jobs(ctrl_c: CtrlC, help_out: bool) -> None:
+    threads = CopyThreads(1, 1)
+    began: threading.Event = threading.Event()
+    ended: list[bool] = []
+
+    def work() -> None:
+        assert began.wait(30)
+        ctrl_c()
+        ctrl_c()
+        ended.append(True)
+
+    job = threads.copy(work)
+    with pytest.raises(KeyboardInterrupt):
+        wait_all(Jobs([job], began), help_out=help_out)
+    assert ended == [True]
+    threads.close()
+
+
+def test_a_job_that_is_interrupted_anywhere_can_still_be_waited_for() -> None:
+    """At every instruction of `Job.run` in turn: a job is done then, or free for another thread."""
+    for instruction in range(1000):
+        job = Job(lambda: 7)
+        if not _interrupted_at(job, instruction):
+            assert instruction > 20
+            return
+        with ThreadPoolExecutor(1) as another:
+            another.submit(job.run).result(30)
+        assert job.done(), f"interrupted at {instruction}"
+
+
+def _interrupted_at(job: Job[int], instruction: int) -> bool:
+    left = instruction
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code is not Job.run.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        job.run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return left < 0
