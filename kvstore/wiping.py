@@ -24,6 +24,7 @@ from kvstore.tiers.slotted import SlottedTier
 
 STEP_BYTES = 32 << 20
 """Bytes of slots taken at once."""
+OWNER_BYTES = 16
 STRAGGLERS_S = 10.0
 CONFIRM_S = 15.0
 
@@ -34,7 +35,8 @@ Step = Callable[[str, int, int], None]
 @dataclass(slots=True)
 class Wiped:
     """What a wipe did. slots: bytes of slots that were written over, by tier. unconfirmed: processes that have the
-    store open and did not say that they cleared their memory. left: slots that were still being written."""
+    store open and did not say that they cleared their memory. left: slots that were still being written, and segments
+    that were still being cut, or so full of pinned blocks that what lies behind their slots could not be reached."""
 
     slots: dict[str, int] = field(default_factory=dict)
     unconfirmed: int = 0
@@ -66,15 +68,17 @@ class Wiper:
 
     def _slots(self, tier: SlottedTier, done: Wiped, step: Step) -> int:
         """Every free slot and every uncovered byte of a tier; returns bytes of slots."""
-        busy = _being_written(tier)
+        tier.index.write(lambda txn: None)  # behind all that was given back
         listed = tier.segment_list()
+        cuts = {segment.number: segment.slot_bytes for segment in listed}
+        busy = _being_written(tier)
         size = 0
         for at, segment in enumerate(listed):
             step(tier.name, at, len(listed))
-            size += self._segment(tier, segment) if segment.slot_bytes else self._uncut(tier, segment)
+            size += self._as_cut(tier, segment.number, done)
         until = time.monotonic() + STRAGGLERS_S
         while busy:
-            busy -= {ref for ref in busy if self._ended(tier, ref)}
+            busy -= {ref for ref in busy if self._ended(tier, ref, cuts.get(ref.segment, 0), done)}
             if busy and time.monotonic() > until:
                 done.left += len(busy)
                 break
@@ -82,11 +86,25 @@ class Wiper:
         step(tier.name, len(listed), len(listed))
         return size
 
-    def _segment(self, tier: SlottedTier, segment: Segment) -> int:
+    def _as_cut(self, tier: SlottedTier, number: int, done: Wiped) -> int:
+        """A segment, and again when it was cut otherwise meanwhile: new slots have the bytes of the old ones."""
+        size, until = 0, time.monotonic() + STRAGGLERS_S
+        while True:
+            segment = _now(tier, number)
+            size += self._segment(tier, segment, done) if segment.slot_bytes else self._uncut(tier, segment)
+            after = _now(tier, number)
+            if not after.allocating and after.slot_bytes == segment.slot_bytes:
+                return size
+            if time.monotonic() > until:
+                done.left += 1
+                return size
+            time.sleep(0.02 if after.allocating else 0)
+
+    def _segment(self, tier: SlottedTier, segment: Segment, done: Wiped) -> int:
         most, first, size = max(1, STEP_BYTES // segment.slot_bytes), 0, 0
         covered = False
         while True:
-            taken = tier.take_free(segment.number, first, most)
+            taken = tier.take_free(segment, first, most)
             if not taken:
                 break
             try:
@@ -100,8 +118,9 @@ class Wiper:
                 tier.abandon(taken)
             first = taken[-1].ref.slot + 1
             size += len(taken) * segment.slot_bytes
-        if not covered and self._uncovered(tier, segment):
-            self._make_room(tier, segment)
+        full = not covered and _now(tier, segment.number).slot_bytes == segment.slot_bytes
+        if full and self._uncovered(tier, segment):
+            self._make_room(tier, segment, done)
         return size
 
     def _remainder(self, tier: SlottedTier, segment: Segment) -> None:
@@ -119,7 +138,7 @@ class Wiper:
                 return True
         return False
 
-    def _make_room(self, tier: SlottedTier, segment: Segment) -> None:
+    def _make_room(self, tier: SlottedTier, segment: Segment, done: Wiped) -> None:
         """Give up one block of a full segment, so that a slot of it can be taken."""
         with tier.index.read() as txn:
             pins = tier.pins()
@@ -130,9 +149,10 @@ class Wiper:
                     victim = [(index_key, entry.key)]
                     break
             else:
+                done.left += 1
                 return
         if tier.remove(victim, "wipe"):
-            self._segment(tier, segment)
+            self._segment(tier, segment, done)
 
     def _uncut(self, tier: SlottedTier, segment: Segment) -> int:
         number, owner = segment.number, tier.owner
@@ -142,23 +162,25 @@ class Wiper:
             self._zero(tier, number, 0, segment.size)
             tier.medium.sync([number])
         finally:
-            tier.index.submit(lambda txn: wiping.give_uncut(txn, owner, number))
+            tier.index.write(lambda txn: wiping.give_uncut(txn, owner, number))
         return segment.size
 
-    def _ended(self, tier: SlottedTier, ref: SlotRef) -> bool:
-        """Whether a slot that was being written is published, or free and now wiped."""
-        with tier.index.read() as txn:
-            segment = ledger.get_segment(txn, ref.segment)
+    def _ended(self, tier: SlottedTier, ref: SlotRef, slot_bytes: int, done: Wiped) -> bool:
+        """Whether a slot of a size that was being written is published, or free and now wiped."""
         if ref in _being_written(tier):
             return False
-        taken = tier.take_free(ref.segment, ref.slot, 1)
+        segment = _now(tier, ref.segment)
+        if segment.slot_bytes != slot_bytes:
+            self._as_cut(tier, ref.segment, done)
+            return True
+        taken = tier.take_free(segment, ref.slot, 1)
         try:
             for placement in taken:
-                self._zero(tier, ref.segment, placement.ref.slot * segment.slot_bytes, segment.slot_bytes)
+                self._zero(tier, ref.segment, placement.ref.slot * slot_bytes, slot_bytes)
             tier.medium.sync([ref.segment] if taken else [])
         finally:
             tier.abandon(taken)
-        return True
+        return bool(taken) or _now(tier, ref.segment).slot_bytes == slot_bytes
 
     def _zero(self, tier: SlottedTier, segment: int, start: int, size: int) -> None:
         stop = start + size
@@ -175,7 +197,13 @@ class Wiper:
             time.sleep(0.05)
 
 
-def _being_written(tier: SlottedTier) -> set[SlotRef]:
+def _now(tier: SlottedTier, number: int) -> Segment:
+    """A segment as it is cut at this moment."""
     with tier.index.read() as txn:
-        marked = ((key[:16], parse_slot_key(key[16:])) for key, _ in txn.scan(Database.WRITING))
-        return {ref for owner, ref in marked if owner != tier.owner}
+        return ledger.get_segment(txn, number)
+
+
+def _being_written(tier: SlottedTier) -> set[SlotRef]:
+    """Slots that anybody is writing, this process's own mover and saves among them."""
+    with tier.index.read() as txn:
+        return {parse_slot_key(key[OWNER_BYTES:]) for key, _ in txn.scan(Database.WRITING)}

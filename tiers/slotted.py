@@ -238,8 +238,8 @@ class SlottedTier:
             self._forget([placement for placement, _ in done if placement.ref not in kept])
         return published
 
-    def take_free(self, segment: int, first: int, most: int) -> list[Placement]:
-        """Take up to ``most`` free slots of a segment, from the slot ``first`` on, to write over and then abandon."""
+    def take_free(self, segment: Segment, first: int, most: int) -> list[Placement]:
+        """Take up to ``most`` free slots of a segment, from ``first`` on, to write over; none once recut."""
         generation = self.arrays.generation
         taken = self.index.write(lambda txn: wiping.take_free(txn, self.owner, segment, first, most, generation))
         self._begin(taken)

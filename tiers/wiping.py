@@ -25,11 +25,14 @@ _DEEPEST = 2**32 - 1
 
 
 def take_free(
-    txn: Transaction, owner: bytes, segment: int, first: int, most: int, generation: Callable[[SlotRef], int]
+    txn: Transaction, owner: bytes, known: Segment, first: int, most: int, generation: Callable[[SlotRef], int]
 ) -> list[Placement]:
-    """Take up to ``most`` free slots of a segment, from the slot ``first`` on."""
-    record = get_segment(txn, segment)
-    if record.allocating or not record.slot_bytes:
+    """Take up to ``most`` free slots of a segment, from the slot ``first`` on.
+
+    known: as its taker knows it; cut otherwise by now, its slots lie elsewhere and none is taken.
+    """
+    segment, record = known.number, get_segment(txn, known.number)
+    if record.allocating or not record.slot_bytes or record.slot_bytes != known.slot_bytes:
         return []
     free = np.flatnonzero(FreeMap.unpack(record.bitmap, record.slots).bits)
     refs = [SlotRef(segment, slot) for slot in free[free >= first][:most].tolist()]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import numpy as np
 import pytest
 from children import Child
-from known_kv import SPEAKERS, load, save
+from known_kv import SPEAKERS, Speaker, load, save
 
 from kvstore.errors import BusyError
 from kvstore.index import Database
+from kvstore.kv import Bytes
+from kvstore.layout import Layout
 from kvstore.store import Store
 from kvstore.tiers import wiping
+from kvstore.tiers.medium import Medium
 
 SECRET = SPEAKERS[1]
 """The speaker with the salt "a"."""
@@ -209,7 +213,7 @@ def test_a_process_that_dies_while_it_wipes_leaves_sound_books(reopen: Opened, p
     assert store.flush(60)
     tier = store._core.ram
     segment = tier.segment_list()[0]
-    taken = tier.take_free(segment.number, 0, 5)
+    taken = tier.take_free(segment, 0, 5)
     assert len(taken) == 5
     assert store.verify().problems == []
     freed = tier.take_back(tier.owner)
@@ -229,3 +233,84 @@ def test_a_reader_that_does_not_end_is_told(reopen: Opened, monkeypatch: pytest.
         with pytest.raises(BusyError, match="has read the ram index"):
             store.wipe()
     assert store.wipe().left == 0
+
+
+def test_segments_that_are_cut_otherwise_under_a_wipe_keep_their_blocks(reopen: Opened, places: Any) -> None:
+    """Zeros over a slot of the old size would lie over several blocks of the new one."""
+    store = reopen(nvme=None, ram="3MiB")
+    wide = Speaker(Layout.uniform(layers=2, heads=8, k_dim=16, block_tokens=16), SECRET.salt)
+    for seed in range(40):
+        save(store, wide, secret(seed, 64))
+    for seed in range(3):
+        save(store, SECRET, secret(100 + seed, 40))
+    search = Search(*places, *(secret(100 + seed, 40) for seed in range(3)))
+    assert search() != []
+    store.evict(salt=SECRET.salt)
+    kept: list[list[int]] = []
+
+    def recut(what: str, at: int, total: int) -> None:
+        if what != "ram" or at % 3 or len(kept) > 60:
+            return
+        for seed in range(len(kept), len(kept) + 20):
+            kept.append(plain(seed, 32))
+            save(store, OTHER, kept[-1])
+        for one in kept[-20::4]:
+            store.evict(prefix=store.match(store.namespace(OTHER.layout, salt=OTHER.salt), one))
+
+    assert store.wipe(recut).left == 0
+    assert len(kept) > 60
+    assert search() == []
+    for at, one in enumerate(kept[-20:]):
+        if at % 4:
+            loaded, wrong = load(store, OTHER, one)
+            assert (loaded.tokens, wrong) == (32, 0)
+    assert store.verify().problems == []
+
+
+class Held:
+    """A medium that holds its next write back until it is let go. reached: set when there is one."""
+
+    def __init__(self, inner: Medium) -> None:
+        self._inner, self.name = inner, inner.name
+        self.armed = False
+        self.reached, self.go = Event(), Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, segment: int, offset: int, data: Sequence[Bytes]) -> None:
+        if self.armed:
+            self.armed = False
+            self.reached.set()
+            assert self.go.wait(30)
+        self._inner.write(segment, offset, data)
+
+
+def test_what_the_mover_was_writing_is_wiped_too(reopen: Opened, places: Any) -> None:
+    """Evicted while this process's own mover wrote it: its slot is free only when that write has ended."""
+    media: dict[str, Held] = {}
+
+    def wrap(medium: Medium) -> Medium:
+        return media.setdefault(medium.name, Held(medium))
+
+    store = reopen(wrap=wrap)
+    nvme = media["nvme"]
+    save(store, OTHER, plain(1))
+    assert store.flush(60)
+    nvme.armed = True
+    save(store, SECRET, secret(1))
+    assert nvme.reached.wait(30)
+    waiting: list[Timer] = []
+
+    def let_go(what: str, at: int, total: int) -> None:
+        if what == "nvme" and not waiting:
+            waiting.append(Timer(0.3, nvme.go.set))
+            waiting[0].start()
+
+    store.evict(salt=SECRET.salt)
+    done = store.wipe(let_go)
+    waiting[0].join()
+    assert store.flush(60)
+    assert Search(*places, secret(1))() == []
+    assert done.left == 0
+    assert load(store, OTHER, plain(1))[0].tokens == 100
