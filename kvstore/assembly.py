@@ -148,17 +148,21 @@ class Assembly:
             alone=self._alone,
             events=self._events,
         )
-        tier = kind(
-            medium.name,
-            directory,
-            index,
-            medium,
-            owner=self.owner.id,
-            segment_bytes=block.segment_bytes,
-            policy=POLICIES["lru" if durable or not settings.nvme else "lru-clean-first"],
-            events=self._events,
-            respects_leases=not durable,
-        )
+        try:
+            tier = kind(
+                medium.name,
+                directory,
+                index,
+                medium,
+                owner=self.owner.id,
+                segment_bytes=block.segment_bytes,
+                policy=POLICIES["lru" if durable or not settings.nvme else "lru-clean-first"],
+                events=self._events,
+                respects_leases=not durable,
+            )
+        except BaseException:
+            index.close()
+            raise
         self._opened.append(tier)
         return tier
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from kvstore import superblock
 from kvstore.assembly import Assembly, Wrap
@@ -52,13 +52,13 @@ class Core:
         self.purge, self.pins, self.quotas = assembly.purge, assembly.pins, assembly.quotas
         self.days, self.wipes = assembly.days, assembly.wipes
         self.hbm: DeviceTier | None = None
-        if self.device is not None:
-            try:
+        with ExitStack() as undo:  # what fails later leaves nothing open, so that this process can open the store again
+            undo.callback(assembly.let_go)
+            if self.device is not None:
                 self.hbm = open_device_tier(settings.hbm, self.device, events=self.events, pagelock=assembly.pagelock)
-            except BaseException:
-                assembly.let_go()
-                raise
-        self._start()
+                undo.callback(self.hbm.close)
+            self._start(undo)
+            undo.pop_all()
 
     @property
     def tiers(self) -> tuple[SlottedTier, ...]:
@@ -178,9 +178,11 @@ class Core:
 
     # ---------------------------------------------------------------- starting
 
-    def _start(self) -> None:
+    def _start(self, undo: ExitStack) -> None:
+        """Start every thread. undo: gets what ends it again."""
         settings = self.settings
         self.threads = CopyThreads(settings.copy_threads, settings.io_threads)
+        undo.callback(self.threads.close)
         self.mover: Mover | None = None
         if self.nvme is not None:
             self.mover = Mover(
@@ -192,6 +194,7 @@ class Core:
                 batch_bytes=settings.mover_batch_bytes,
                 queue_bytes=settings.mover_queue_bytes,
             )
+            undo.callback(self.mover.close, 0.0)
         timeout = settings.lock_timeout_s
         self.loader = Loader(
             self.ram,
@@ -226,8 +229,10 @@ class Core:
             device=device_saver,
         )
         self.prefetches = Prefetches(self.loader, self.events, self.purged, memory_tier=self.ram.name)
+        undo.callback(self.prefetches.close)
         self._populating = threading.Thread(target=self._populate, name="kvstore-populate", daemon=True)
         self._populating.start()
+        undo.callback(self._populating.join)
         self.keeper = Keeper(
             self.tiers,
             settings.path / superblock.OWNERS,

@@ -209,7 +209,11 @@ class Index:
         self._next: _Job | None = None
         """Taken from the queue for a group that it must not be in. Only the writer thread knows it."""
         self._thread = threading.Thread(target=self._run, name=f"kvstore-{name}-writer", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread is to be had; LMDB opens no environment twice in a process
+            self._env.close()
+            raise
 
     @property
     def allocated(self) -> int:

@@ -12,7 +12,8 @@ import pytest
 from children import Child, conversations
 from known_kv import PLAIN, SPEAKERS, Speaker, load, load_match, open_small, save
 
-from kvstore.errors import ClosedError
+from kvstore.errors import ClosedError, StorageError
+from kvstore.keeper import Keeper
 from kvstore.store import Store
 
 Reopen = Callable[..., Store]
@@ -187,3 +188,46 @@ def test_counts_do_not_go_missing_while_they_are_being_shared(reopen: Reopen) ->
         finally:
             stop.set()
         sharing.result()
+
+
+@pytest.mark.parametrize("thread", ["nvme-writer", "ram-writer", "mover", "prefetch", "populate", "keeper", "pages"])
+def test_a_store_that_could_not_start_a_thread_can_be_opened_again(
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    """A process at its limit of threads: nothing stays open, and the next attempt finds the store as it was."""
+    store = reopen()
+    save(store, ME, range(48))
+    assert store.flush(60)
+    store.close()
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith(f"kvstore-{thread}"):
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        if thread in ("prefetch", "pages"):  # begun later, or done without
+            reopen().close()
+        else:
+            with pytest.raises(RuntimeError, match="can't start"):
+                reopen()
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("kvstore")]
+    store = reopen()
+    assert load(store, ME, list(range(48)))[0].tokens == 48
+    assert store.verify().problems == []
+
+
+def test_a_store_whose_housekeeping_fails_at_the_start_can_be_opened_again(
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Keeper) -> int:
+        raise StorageError("the disk", "check it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Keeper, "take_back_the_dead", fail)
+        with pytest.raises(StorageError, match="the disk"):
+            reopen()
+    save(reopen(), ME, range(48))
+    assert load(reopen(), ME, list(range(48)))[0].tokens == 48
