@@ -249,21 +249,37 @@ class Index:
             self._queue.put(job)
         return job.future
 
-    def write(self, work: Callable[[Transaction], T], timeout: float | None = None, *, alone: bool = False) -> T:
+    def write(
+        self,
+        work: Callable[[Transaction], T],
+        timeout: float | None = None,
+        *,
+        alone: bool = False,
+        unheard: Callable[[T], object] | None = None,
+    ) -> T:
         """Run ``work`` in a write transaction, ``alone`` as in `submit`, and wait for its commit.
 
-        Raises BusyError when the writer lock was not had within ``timeout`` seconds: then ``work`` never runs.
+        unheard: gets the result where a Ctrl-C ends the wait and the work is done all the same; must not wait. Raises
+        BusyError when the writer lock was not had within ``timeout`` seconds: then ``work`` never runs.
         """
         future = self.submit(work, alone=alone)
+
+        def told(done: Future[T]) -> None:
+            if unheard is not None and not done.cancelled() and done.exception() is None:
+                unheard(done.result())
+
         try:
-            return future.result(timeout)
-        except FutureTimeout:
-            if future.cancel():
-                raise BusyError(
-                    f"the {self.name} index is locked by another process",
-                    "try again; `kvstore doctor` lists the owners",
-                ) from None
-            return future.result()
+            try:
+                return future.result(timeout)
+            except FutureTimeout:
+                if not future.cancel():
+                    return future.result()
+        except BaseException:
+            if not future.cancel():
+                future.add_done_callback(told)
+            raise
+        problem = f"the {self.name} index is locked by another process"
+        raise BusyError(problem, "try again; `kvstore doctor` lists the owners")
 
     def check_readers(self) -> int:
         """Free the reader slots of dead processes; returns how many."""

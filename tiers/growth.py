@@ -75,7 +75,7 @@ class Grower:
 
                 return segments.plan_growth(txn, tier.owner, slot_bytes, tier.limits, cold, spared_now)
 
-            growth = tier.index.write(plan, timeout)
+            growth = tier.index.write(plan, timeout, unheard=self._give_up)
             made = growth is not None and self.make(growth, slot_bytes, timeout)
             if not made:
                 self._full_until[slot_bytes, recut] = time.monotonic() + FULL_PAUSE_S
@@ -96,10 +96,12 @@ class Grower:
             arrays = tier.arrays.of(number)
             np.add(arrays.generations, np.uint64(1), out=arrays.generations)
             arrays.stamps[:] = 0
-        except (NoSpaceError, StorageError, DamagedError) as error:
+        except BaseException as error:
             tier.medium.remove(number)
             tier.arrays.remove(number)
             tier.index.submit(lambda txn: segments.cancel_growth(txn, growth, tier.owner))
+            if not isinstance(error, NoSpaceError | StorageError | DamagedError):
+                raise  # a Ctrl-C: a claim that nobody finishes is lost budget
             tier.events.emit(Fault(tier.name, "grow", error.problem))
             return False
         if growth.emptied:
@@ -112,6 +114,14 @@ class Grower:
         except TimeoutError:  # it is done all the same, later: a claim that nobody finishes is lost budget
             tier.events.emit(Fault(tier.name, "grow", f"the {tier.name} index is locked by another process"))
             return False
+
+    def _give_up(self, growth: segments.Growth | None) -> None:
+        """Return a claim whose caller is gone: the budget of what was not made yet, or a segment, uncut."""
+        tier = self._tier
+        if growth is not None and growth.new:
+            tier.index.submit(lambda txn: segments.cancel_growth(txn, growth, tier.owner))
+        elif growth is not None:
+            tier.index.submit(lambda txn: segments.finish_growth(txn, growth, tier.owner, 0, tier.limits))
 
     def close(self) -> None:
         """Wait for what is being made."""

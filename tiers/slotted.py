@@ -197,7 +197,7 @@ class SlottedTier:
             candidates = [one for one in cold if one.stamp < before and one.ref not in kept]
             held: list[SlotRef] = []
             plan = self._plan(total.left, space, slot_bytes, epoch, candidates, held)
-            result = self.index.write(plan, timeout)
+            result = self.index.write(plan, timeout, unheard=lambda lost: self.abandon(lost.placed))
             total.add(result)
             self._begin(result.placed)
             if not total.left:
@@ -240,8 +240,8 @@ class SlottedTier:
 
     def take_free(self, segment: Segment, first: int, most: int) -> list[Placement]:
         """Take up to ``most`` free slots of a segment, from ``first`` on, to write over; none once recut."""
-        generation = self.arrays.generation
-        taken = self.index.write(lambda txn: wiping.take_free(txn, self.owner, segment, first, most, generation))
+        terms = self.owner, segment, first, most, self.arrays.generation
+        taken = self.index.write(lambda txn: wiping.take_free(txn, *terms), unheard=self.abandon)
         self._begin(taken)
         return taken
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from known_kv import SPEAKERS, load, save
 
 from kvstore import loading
 from kvstore.copying import CopyThreads, Job, wait_all
+from kvstore.index import Database
 from kvstore.kv import Bytes
 from kvstore.store import Store
+from kvstore.tiers import medium, reservation, segments
 from kvstore.tiers.medium import Medium
 
 SPEAKER = SPEAKERS[0]
@@ -112,6 +114,45 @@ def test_a_load_that_is_interrupted_ends_when_its_reads_have(
     for tokens in (range(48), *others):
         loaded, wrong = load(store, SPEAKER, list(tokens))
         assert (loaded.tokens, wrong) == (48, 0)
+    assert store.verify().problems == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(reservation, "reserve"), (segments, "plan_growth"), (medium, "allocate_file")]
+)
+def test_a_save_that_is_interrupted_leaves_nothing_reserved(
+    reopen: Callable[..., Store], ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    """What its transaction reserved is given back, though nobody waits for it any more: else nobody could save it."""
+    store = reopen(nvme=None)
+    ram = store._core.ram
+    save(store, SPEAKER, range(16))
+    ram._grower.close()
+    kv = SPEAKER.made(range(640))
+    real, armed = getattr(module, name), [True]
+
+    def interrupted(*arguments: Any) -> Any:
+        if armed and threading.current_thread().name in ("kvstore-ram-writer", "MainThread"):
+            armed.clear()
+            if threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGINT)
+            ctrl_c()
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, interrupted)
+        patched.setattr(ram._grower, "ahead", lambda slot_bytes: None)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(store.namespace(SPEAKER.layout), range(640), kv)
+        assert not armed
+        for _ in range(2):  # behind the interrupted transaction, then behind what gives back
+            ram.index.write(lambda txn: None)
+    with ram.index.read() as txn:
+        assert txn.count(Database.WRITING) == 0
+    assert not [segment for segment in ram.segment_list() if segment.allocating]
+    assert store.save(store.namespace(SPEAKER.layout), range(640), kv).skipped_blocks == 0
+    loaded, wrong = load(store, SPEAKER, list(range(640)))
+    assert (loaded.tokens, wrong) == (640, 0)
     assert store.verify().problems == []
 
 
