@@ -146,14 +146,14 @@ def _no_thread(thread: threading.Thread) -> None:
 def _late_finish(real: Any, timers: list[threading.Timer]) -> Any:
     """The writer lock is not had in time for the last write of a growth."""
 
-    def submit(index: Index, work: Any) -> Future[Any]:
+    def submit(index: Index, work: Any, **how: Any) -> Future[Any]:
         if "make" not in work.__qualname__:
-            return real(index, work)  # type: ignore[no-any-return]
+            return real(index, work, **how)  # type: ignore[no-any-return]
         future: Future[Any] = Future()
 
         def later() -> None:
             if future.set_running_or_notify_cancel():
-                future.set_result(real(index, work).result())
+                future.set_result(real(index, work, **how).result())
 
         timers.append(threading.Timer(1.0, later))
         timers[-1].start()
