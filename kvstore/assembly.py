@@ -130,6 +130,7 @@ class Assembly:
             directory,
             mapped=lambda window: pagelock.add([window]),
             unmapped=lambda window: pagelock.remove([window]),
+            join_first=device is not None,
         )
         return self._tier(RamTier, directory, wrap(medium), cap.bytes)
 

@@ -204,6 +204,7 @@ class _Promotion:
                     break
         except KVStoreError as error:
             loader._events.emit(Fault(ram.name, "promote", error.problem))
+        ram.expect_reads(placement.ref for placement in self._slots.values())
         wanted = self._places
         if self._buffer is None:
             wanted = [at for at in wanted if self._pieces[at].name.index_key in self._slots]

@@ -126,6 +126,10 @@ class FaultMedium:
         self._refuse(self._effect(Operation.PREPARE, [segment]), f"preparing segment {segment}")
         self.inner.prepare(segment, size)
 
+    def join(self, segment: int) -> None:
+        """Join; never fails."""
+        self.inner.join(segment)
+
     def remove(self, segment: int) -> None:
         """Remove; never fails."""
         self.inner.remove(segment)

@@ -36,6 +36,9 @@ class Medium(Protocol):
     def prepare(self, segment: int, size: int) -> None:
         """Make its first use as fast as any later one: populate a mapping, write zeros over unwritten extents."""
 
+    def join(self, segment: int) -> None:
+        """A disk will read into it: have its memory in large pages, in the background, where the medium is memory."""
+
     def remove(self, segment: int) -> None:
         """Delete a segment's file, if it is there."""
 
@@ -106,7 +109,9 @@ def aligned_buffer(size: int) -> Bytes:
 class MappedMedium:
     """Segments on tmpfs, mapped into the process and shared with every other.
 
-    mapped: told of mappings, by another thread, when their pages have been joined. unmapped: told before they go.
+    mapped, unmapped: told of mappings. join_first: only when their pages have been joined, by another thread; for
+    those that keep them where they are. Else pages are joined once a disk reads into them: it costs as much as filling
+    them (more where a virtual machine must first be given the memory), and saves alone gain little.
     """
 
     def __init__(
@@ -116,11 +121,14 @@ class MappedMedium:
         *,
         mapped: Callable[[Bytes], None] = lambda window: None,
         unmapped: Callable[[Bytes], None] = lambda window: None,
+        join_first: bool = False,
     ) -> None:
         self.directory = directory
         self.name = name
-        self._unmapped = unmapped
-        self._pages = HugePages(mapped)
+        self._mapped, self._unmapped = mapped, unmapped
+        self._join_first = join_first
+        self._pages = HugePages(mapped if join_first else lambda window: None)
+        self._joined: set[int] = set()
         self._lock = threading.Lock()
         self._windows: dict[int, Bytes] = {}
 
@@ -134,10 +142,20 @@ class MappedMedium:
         for start in range(0, size, _POPULATE_STEP):
             populate(window[start : start + _POPULATE_STEP])
 
+    def join(self, segment: int) -> None:
+        """Have the segment's pages joined, in the background, once. Never waits."""
+        with self._lock:
+            window = self._windows.get(segment)
+            if window is None or self._join_first or segment in self._joined:
+                return
+            self._joined.add(segment)
+        self._pages.add(window)
+
     def remove(self, segment: int) -> None:
         """Delete a segment's file; memory is freed when no process maps it any more."""
         with self._lock:
             window = self._windows.pop(segment, None)
+            self._joined.discard(segment)
         if window is not None:
             self._pages.withdraw(window)
             self._unmapped(window)
@@ -157,7 +175,7 @@ class MappedMedium:
             if window is None:
                 window = map_file(segment_path(self.directory, segment), size)
                 self._windows[segment] = window
-                self._pages.add(window)
+                self._pages.add(window) if self._join_first else self._mapped(window)
             return window
 
     def read(self, segment: int, offset: int, into: Sequence[Bytes]) -> None:
@@ -211,6 +229,9 @@ class DirectMedium:
             self.write(segment, start, [zeros[: size - start]])
         self.sync([segment])
         sync_directory(self.directory)
+
+    def join(self, segment: int) -> None:
+        """A disk is no memory."""
 
     def remove(self, segment: int) -> None:
         """Delete a segment's file."""

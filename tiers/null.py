@@ -24,6 +24,9 @@ class NullMedium:
     def prepare(self, segment: int, size: int) -> None:
         """There is nothing to prepare."""
 
+    def join(self, segment: int) -> None:
+        """There is nothing to join."""
+
     def remove(self, segment: int) -> None:
         """There is nothing to remove."""
 

@@ -41,6 +41,11 @@ class RamTier(SlottedTier):
             for begin, run in join_runs(refs, limit)
         ]
 
+    def expect_reads(self, refs: Iterable[SlotRef]) -> None:
+        """A disk will read into these slots: their segments' pages are joined, in the background."""
+        for segment in {ref.segment for ref in refs}:
+            self.medium.join(segment)
+
     def lease(
         self, blocks: Sequence[tuple[BlockName, Entry]], seconds: float, timeout: float | None = None
     ) -> tuple[bytes, int]:

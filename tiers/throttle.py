@@ -55,6 +55,10 @@ class ThrottleMedium:
         self.inner.prepare(segment, size)
         self._wait(until)
 
+    def join(self, segment: int) -> None:
+        """Join; never fails."""
+        self.inner.join(segment)
+
     def remove(self, segment: int) -> None:
         """Remove at full speed."""
         self.inner.remove(segment)

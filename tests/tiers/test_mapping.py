@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -117,13 +118,33 @@ def test_joined_pages_hold_the_same_bytes_in_every_mapping_while_they_are_used(s
 def test_a_medium_joins_the_pages_of_what_it_maps(shm: Path) -> None:
     joined(mapped(shm, 1, seed=2))
     told = Told()
-    medium = MappedMedium(shm, mapped=told)
+    medium = MappedMedium(shm, mapped=told, join_first=True)
     medium.allocate(0, 2 * HUGE_PAGE)
     medium.prepare(0, 2 * HUGE_PAGE)
     assert told.event.wait(30)
     window = medium.window(0, 2 * HUGE_PAGE)
     assert told.mappings[0] is window
     assert huge_bytes(window) > 0  # all of it, unless memory is in pieces
+    medium.close()
+
+
+def test_pages_are_joined_where_a_disk_will_read_and_only_there(shm: Path) -> None:
+    joined(mapped(shm, 1, seed=2))
+    told = Told()
+    medium = MappedMedium(shm, mapped=told)
+    for segment in (0, 1):
+        medium.allocate(segment, 2 * HUGE_PAGE)
+        medium.prepare(segment, 2 * HUGE_PAGE)
+    windows = [medium.window(segment, 2 * HUGE_PAGE) for segment in (0, 1)]
+    assert len(told.mappings) == 2  # at once
+    medium.join(1)
+    medium.join(1)
+    medium.join(7)  # not mapped here: nothing to do
+    deadline = time.monotonic() + 30
+    while not huge_bytes(windows[1]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert huge_bytes(windows[1]) > 0
+    assert huge_bytes(windows[0]) == 0
     medium.close()
 
 
