@@ -100,6 +100,8 @@ def _resumed(bench: Bench, media: Media, history: list[int], pairs: int, step: A
         return paired(*alternate(ours, limit, pairs, lambda done: step(name, done, pairs)), target, rate=False)
 
     ram = compare("resume from ram", resume, media.copy_out, RAM)
+    from_nvme()
+    bench.rest()
     nvme = compare("resume from nvme", from_nvme, media.raw_read, NVME)
     return {
         "reused_tokens": min(reused),

@@ -124,6 +124,7 @@ def _resumed(bench: Any, job: Job, result: Result) -> None:
         say(step="first request")
         first = resumed()
         result.first_s = first.seconds
+        bench.rest()
         hot_ids = bench.talk.request(job.history)
         live = bench.live(hot_ids)
         bench.hot(hot_ids, live)

@@ -36,6 +36,7 @@ BEGIN_TRIES = 3
 ROOM = 512
 """Tokens that a cache is made larger than the conversation."""
 SETTLE_S = 120.0
+REST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,11 @@ class Bench:
         if self._attached is not None:
             self._attached.flush(SETTLE_S)
         self.store.flush(SETTLE_S)
+
+    def rest(self) -> None:
+        """After a first load from `nvme`: until the pages of `ram` that disks read into have been joined."""
+        self.settle()
+        time.sleep(REST_S)
 
     def empty_ram(self) -> None:
         """What is in `ram` is dropped there, and stays on `nvme`."""
