@@ -37,7 +37,7 @@ MEMORY_TIMES = 5
 """So many more pairs of copies than of disk transfers: they are quick, and memory's speed wavers between them."""
 FLUSH_S = 120.0
 SETTLE_S = 3.0
-"""Seconds in which a store's threads finish what new segments start: pages joined, the next segment made."""
+"""Seconds in which a store's threads finish what was begun: the next segment made, pages joined for reads."""
 
 
 @dataclass(slots=True)
@@ -150,6 +150,8 @@ def measure(tokens: int, pairs: int, folder: Path, step: Callable[[str, int, int
         private = {"raw_write_private": [media.raw_write() for _ in range(pairs)]}
         private["raw_read_private"] = [media.raw_read() for _ in range(pairs)]
         subject.write()
+        subject.read()
+        time.sleep(SETTLE_S)
         media.use_slots()
         compare("nvme.write_over_raw", subject.write, lambda: subject.emptied(media.raw_write))
         subject.write()
