@@ -62,6 +62,8 @@ def evict(
         wiped: Wiped | None = None
         if dry_run:
             done, counts = False, would
+            if wipe and not as_json:
+                terminal.say("A wipe would follow, of that and of what was evicted before.")
         else:
             question = f"Evict {_words(would)}?" if target is not None else "Wipe what was evicted before?"
             done = terminal.confirmed(question, yes)

@@ -33,9 +33,23 @@ INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
 PLAIN_WIDTH = 160
 """Columns of a table that is not read on a terminal."""
 
+
+def _one_store(context: typer.Context, value: str | None) -> str | None:
+    """The server to ask: never one from the environment where the command names a directory.
+
+    Who says ``--path`` means that store, whatever a shell has exported. Raises a usage error for both on one line.
+    """
+    said = {name: source.name for name in ("path", "url") if (source := context.get_parameter_source(name))}
+    if value is None or said.get("path") != "COMMANDLINE":
+        return value
+    if said["url"] == "COMMANDLINE":
+        raise typer.BadParameter("give --path or --url, not both")
+    return None
+
+
 PathOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--path", envvar="KVSTORE_PATH", help="The store's directory.", show_default=False),
+    typer.Option("--path", envvar="KVSTORE_PATH", help="The store's directory.", show_default=False, is_eager=True),
 ]
 UrlOption: TypeAlias = Annotated[
     str | None,
@@ -44,6 +58,7 @@ UrlOption: TypeAlias = Annotated[
         envvar="KVSTORE_URL",
         help="Ask kvstore serve there, with the token of KVSTORE_TOKEN, instead of --path.",
         show_default=False,
+        callback=_one_store,
     ),
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]

@@ -126,6 +126,18 @@ def test_nobody_there_is_one_message(served: Served) -> None:
     assert "does not answer" in run("stats", "--url", served.url, code=3)
 
 
+@pytest.mark.parametrize("words", [("names",), ("evict", "--all", "--dry-run"), ("stats",)])
+def test_a_directory_on_the_line_beats_a_server_in_the_environment(
+    made: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setenv("KVSTORE_URL", nowhere)
+    run(*words, "--path", made.path)
+    assert "does not answer" in run(*words, code=3)
+    for both in (("--path", made.path, "--url", nowhere), ("--url", nowhere, "--path", made.path)):
+        assert "not both" in run(*words, *both, code=2)
+
+
 def test_a_token_is_not_sent_on_to_where_a_server_points(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
