@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import typer
 from rich.console import Group
@@ -14,19 +17,24 @@ from kvstore.listing import Prefix
 from kvstore.sizes import format_size
 from kvstore.statistics import Stats
 from kvstore.store import Store
-from kvstore.tools import terminal
+from kvstore.tools import remote, terminal
+from kvstore.tools.remote import Remote
 from kvstore.tools.standing import ID_DIGITS, standing_store
 from kvstore.tools.watching import Interval, between, pressure
 
 SHOWN = 5
 LISTED_BLOCKS = 50_000
 """Blocks up to which sequences are listed anew each time."""
+FIELDS = ("key", "tokens", "idle_s")
+Sequences: TypeAlias = dict[str, list[dict[str, Any]]]
+"""By what they are known for: biggest, coldest."""
 
 
 def top(
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
     count: Annotated[int, typer.Option(help="Looks to take; 0 until Ctrl-C.", min=0)] = 0,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Watch a store: tiers, hits by tier, misses by cause, bandwidth, biggest and coldest sequences, pressure in words.
@@ -37,62 +45,97 @@ def top(
 
         kvstore top --every 0.2 --count 2 --path ./store
     """
-    with standing_store(path) as store:
+    with _looked_at(remote.at(url), path) as source:
         if as_json:
-            before, last = _wait(store, store.stats(), every)
-            terminal.print_json(_told(before, last, _listed(store, before)))
+            before, last = _wait(source, source.stats(), every)
+            terminal.print_json(_told(before, last, source.sequences(before)))
             return
         screen = terminal.console()
-        now = store.stats()
+        now = source.stats()
         with Live(console=screen, auto_refresh=False, transient=False) as live:
             taken = 0
             while not count or taken < count:
-                now, last = _wait(store, now, every)
-                live.update(_view(now, last, _listed(store, now)), refresh=True)
+                now, last = _wait(source, now, every)
+                live.update(_view(now, last, source.sequences(now)), refresh=True)
                 taken += 1
 
 
-def _wait(store: Store, before: Stats, every: float) -> tuple[Stats, Interval]:
+class _Source(Protocol):
+    """What is watched."""
+
+    def stats(self) -> Stats:
+        """The store now."""
+
+    def sequences(self, now: Stats) -> Sequences:
+        """The biggest and the coldest sequences; none where listing them would take long."""
+
+
+class _Here:
+    """The store itself."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def stats(self) -> Stats:
+        """The store now."""
+        return self._store.stats()
+
+    def sequences(self, now: Stats) -> Sequences:
+        """Of all namespaces, listed anew."""
+        found: list[tuple[str, Prefix]] = []
+        for use in self._store.namespaces() if sum(tier.blocks for tier in now.tiers) <= LISTED_BLOCKS else ():
+            label = use.record.label or use.record.root.hex()[:ID_DIGITS]
+            found += [(label, prefix) for prefix in self._store.prefixes(use.record.root)]
+        orders = {"biggest": lambda one: -one[1].tokens, "coldest": lambda one: -one[1].idle_s}
+        return {kind: [_prefix(*one) for one in sorted(found, key=key)[:SHOWN]] for kind, key in orders.items()}
+
+
+class _There:
+    """A store behind a server, which keeps its own listing."""
+
+    def __init__(self, server: Remote) -> None:
+        self._server = server
+
+    def stats(self) -> Stats:
+        """The store now."""
+        return remote.stats_of(self._server.get("/v1/stats"))
+
+    def sequences(self, now: Stats) -> Sequences:
+        """As the server has listed them."""
+        return {
+            kind: [
+                {"label": one["label"] or one["namespace"][:ID_DIGITS]} | {name: one[name] for name in FIELDS}
+                for one in self._server.get("/v1/prefixes", sort=kind, limit=SHOWN)["prefixes"]
+            ]
+            for kind in ("biggest", "coldest")
+        }
+
+
+@contextmanager
+def _looked_at(server: Remote | None, path: Path | None) -> Iterator[_Source]:
+    if server is not None:
+        yield _There(server)
+        return
+    with standing_store(path) as store:
+        yield _Here(store)
+
+
+def _wait(source: _Source, before: Stats, every: float) -> tuple[Stats, Interval]:
     start = time.perf_counter()
     time.sleep(every)
-    now = store.stats()
+    now = source.stats()
     return now, between(before, now, time.perf_counter() - start)
 
 
-def _listed(store: Store, now: Stats) -> list[tuple[str, Prefix]]:
-    """All sequences with their namespace's label; none where listing them would take long."""
-    if sum(tier.blocks for tier in now.tiers) > LISTED_BLOCKS:
-        return []
-    found: list[tuple[str, Prefix]] = []
-    for use in store.namespaces():
-        label = use.record.label or use.record.root.hex()[:ID_DIGITS]
-        found += [(label, prefix) for prefix in store.prefixes(use.record.root)]
-    return found
-
-
-def _biggest(listed: list[tuple[str, Prefix]]) -> list[tuple[str, Prefix]]:
-    return sorted(listed, key=lambda one: -one[1].tokens)[:SHOWN]
-
-
-def _coldest(listed: list[tuple[str, Prefix]]) -> list[tuple[str, Prefix]]:
-    return sorted(listed, key=lambda one: -one[1].idle_s)[:SHOWN]
-
-
-def _told(now: Stats, last: Interval, listed: list[tuple[str, Prefix]]) -> dict[str, Any]:
-    return {
-        "stats": now.to_dict(),
-        "interval": last.to_dict(),
-        "pressure": pressure(now, last),
-        "biggest": [_prefix(*one) for one in _biggest(listed)],
-        "coldest": [_prefix(*one) for one in _coldest(listed)],
-    }
+def _told(now: Stats, last: Interval, listed: Sequences) -> dict[str, Any]:
+    return {"stats": now.to_dict(), "interval": last.to_dict(), "pressure": pressure(now, last), **listed}
 
 
 def _prefix(label: str, prefix: Prefix) -> dict[str, Any]:
     return {"label": label, "key": prefix.key.hex(), "tokens": prefix.tokens, "idle_s": prefix.idle_s}
 
 
-def _view(now: Stats, last: Interval, listed: list[tuple[str, Prefix]]) -> Group:
+def _view(now: Stats, last: Interval, listed: Sequences) -> Group:
     tiers = [
         (
             tier.name,
@@ -107,9 +150,9 @@ def _view(now: Stats, last: Interval, listed: list[tuple[str, Prefix]]) -> Group
     columns = ("tier", "blocks", "allocated", "hit tokens", "loads", "saves")
     misses = [(cause, f"{tokens:,}") for cause, tokens in sorted(last.misses.items(), key=lambda one: -one[1])]
     sequences = [
-        (kind, label, prefix.key.hex()[:ID_DIGITS], f"{prefix.tokens:,}", f"{prefix.idle_s:,.0f} s ago")
-        for kind, chosen in (("biggest", _biggest(listed)), ("coldest", _coldest(listed)))
-        for label, prefix in chosen
+        (kind, one["label"], one["key"][:ID_DIGITS], f"{one['tokens']:,}", f"{one['idle_s']:,.0f} s ago")
+        for kind, chosen in listed.items()
+        for one in chosen
     ]
     title = f"{now.path}: {now.processes} processes, {last.asked:,} tokens asked in {last.seconds:.1f} s"
     parts: list[Any] = [terminal.table(title, columns, tiers, right=range(1, 6))]

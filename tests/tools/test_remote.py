@@ -126,6 +126,20 @@ def test_nobody_there_is_one_message(served: Served) -> None:
     assert "does not answer" in run("stats", "--url", served.url, code=3)
 
 
+def test_a_store_is_watched_through_its_server_as_by_itself(made: Any, served: Served) -> None:
+    words = ("top", "--every", "0.1")
+    there, shown = told(*words, "--url", served.url), run(*words, "--count", "1", "--url", served.url)
+    served.stop()
+    served.store.close()
+    here = told(*words, "--path", made.path)
+    assert there.keys() == here.keys()
+    for kind in ("biggest", "coldest"):
+        assert here[kind], "the store has sequences"
+        assert sorted(one["tokens"] for one in there[kind]) == sorted(one["tokens"] for one in here[kind])
+        assert [set(one) for one in there[kind]] == [set(one) for one in here[kind]]
+    assert here["biggest"][0]["key"][:8] in shown
+
+
 @pytest.mark.parametrize("words", [("names",), ("evict", "--all", "--dry-run"), ("stats",)])
 def test_a_directory_on_the_line_beats_a_server_in_the_environment(
     made: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
