@@ -15,6 +15,19 @@ from kvstore.statistics import Stats, TierStats, by_middle
 FULL_SHARE = 0.98
 """Of a tier's budget that is allocated, and of its slots that are taken, when it counts as full."""
 LOW_HITS = 0.2
+REMEDIES = {
+    "full": "Unpin what is not needed, or raise the tier's budget.",
+    "quota": "kvstore quota tells whose, and raises it.",
+    "busy": "Another process keeps the index locked: kvstore doctor lists them.",
+    "queue full": "nvme is slower than what is saved: a larger mover_queue_bytes bridges peaks.",
+    "closing": "Let the engine end by itself: it writes what waits.",
+    "evicted before": "nvme is slower than what is saved: a larger ram budget keeps blocks until they are written.",
+    "fault": "The system's log tells more of the medium; kvstore verify finds what it lost.",
+    "staging": "Raise the budget of hbm.",
+    "mismatch": "The model or the mode does something to its cache that the adapter does not know: report it.",
+    "changed": "Weights were changed under way: nothing to do, if that was meant.",
+}
+"""What to do when blocks are not saved, by the reason of `kvstore.events.Skipped`."""
 ASKED_MIN = 1000
 """Tokens asked for below which a share says nothing."""
 
@@ -77,12 +90,15 @@ def pressure(now: Stats, last: Interval) -> list[str]:
     """What somebody who runs the store should know, the gravest first."""
     found: list[str] = []
     if now.mover_paused:
-        found.append("nvme is not written at present, after faults of the disk: nothing new survives a restart.")
+        found.append(
+            "nvme is not written at present, after faults of the disk: nothing new survives a restart. "
+            "kvstore doctor and the system's log tell more."
+        )
     for fault, count in last.faults.items():
         found.append(f"{count} faults of {fault.replace('.', ': ')}: kvstore verify and the system's log tell more.")
     for what, blocks in last.skipped.items():
         where, _, reason = what.partition(".")
-        found.append(f"{blocks:,} blocks were not saved to {where} ({reason}).")
+        found.append(f"{blocks:,} blocks were not saved to {where} ({reason}). {REMEDIES.get(reason, '')}".strip())
     evicted = {name.partition(".")[0]: blocks for name, blocks in last.evicted.items() if name.endswith(".lru")}
     for tier in now.tiers:
         if evicted.get(tier.name):  # full, be it of blocks, or of entries in its index
@@ -91,7 +107,9 @@ def pressure(now: Stats, last: Interval) -> list[str]:
         elif is_full(tier):
             found.append(f"{tier.name} is full: what is saved next pushes out what was not used for longest.")
     if now.mover_bytes > last.seconds * max(1.0, last.rates.get("move ram to nvme", 0.0)) * 10:
-        found.append(f"{format_size(now.mover_bytes)} wait for nvme: it is slower than what is saved.")
+        found.append(
+            f"{format_size(now.mover_bytes)} wait for nvme: it is slower than what is saved. Put it on a faster disk."
+        )
     hits = sum(last.hits.values())
     if last.asked >= ASKED_MIN and hits < LOW_HITS * last.asked:
         found.append(f"Only {hits / last.asked:.0%} of the tokens asked for were found: kvstore explain tells why.")

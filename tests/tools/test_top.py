@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from kvstore.statistics import Stats, TierStats
 from kvstore.tools import top as looking
 from kvstore.tools.cli import app
-from kvstore.tools.watching import between, pressure
+from kvstore.tools.show import SKIPS
+from kvstore.tools.watching import REMEDIES, between, pressure
 
 RAM = TierStats("ram", 100, 50, 10, 5, 1, 100, 90, 10, 10)
 QUIET = Stats("store", (RAM,), 0, {}, {}, {}, 0, 0, False, 1, 1, 0)
@@ -56,6 +57,13 @@ def test_an_interval_is_what_was_counted_in_it() -> None:
 )
 def test_pressure_is_told_in_sentences(now: Stats, says: str) -> None:
     assert says in " ".join(pressure(now, between(QUIET, now, 1.0)))
+
+
+def test_every_reason_for_which_blocks_are_not_saved_has_a_remedy() -> None:
+    assert REMEDIES.keys() == SKIPS.keys()
+    for reason, remedy in REMEDIES.items():
+        (told,) = pressure(QUIET, between(QUIET, after(**{f"skip__nvme__{reason}__blocks": 1}), 1.0))
+        assert told == f"1 blocks were not saved to nvme ({reason}). {remedy}"
 
 
 def test_a_look_at_a_store(made: Any) -> None:
