@@ -203,7 +203,7 @@ class Index:
             self._env.close()
             raise
         self._closed = False
-        self._readers = 0
+        self._readers: set[object] = set()
         self._idle = threading.Condition()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next: _Job | None = None
@@ -223,17 +223,25 @@ class Index:
     @contextmanager
     def read(self) -> Iterator[Transaction]:
         """A consistent view. Raises ClosedError after `close`."""
-        with self._idle:
-            if self._closed:
-                raise ClosedError(f"the {self.name} index is closed", "open the store again")
-            self._readers += 1
+        reader = object()
         try:
+            with self._idle:
+                if self._closed:
+                    raise ClosedError(f"the {self.name} index is closed", "open the store again")
+                self._readers.add(reader)
             with _translated(f"reading the {self.name} index"), self._env.begin(buffers=False) as txn:
                 yield Transaction(txn, self._handles)
         finally:
-            with self._idle:
-                self._readers -= 1
-                self._idle.notify_all()
+            try:
+                self._left(reader)
+            except BaseException:  # Ctrl-C in there: `close` would wait for this reader for ever
+                self._left(reader)
+                raise
+
+    def _left(self, reader: object) -> None:
+        with self._idle:
+            self._readers.discard(reader)
+            self._idle.notify_all()
 
     def submit(self, work: Callable[[Transaction], T], *, alone: bool = False) -> Future[T]:
         """Queue ``work`` for the writer thread; the future is done after the commit.
@@ -308,7 +316,7 @@ class Index:
             self._queue.put(None)
         self._thread.join()
         with self._idle:
-            self._idle.wait_for(lambda: self._readers == 0)
+            self._idle.wait_for(lambda: not self._readers)
             self._env.close()
 
     def _preallocate(self, fresh: bool) -> None:

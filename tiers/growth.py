@@ -5,6 +5,7 @@ In the way of a request only when there is no free slot; else ahead of need, in 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -48,12 +49,18 @@ class Grower:
 
     def ahead(self, slot_bytes: int) -> None:
         """Grow in the background, where little is free and nothing is being made. Never recuts."""
-        if self.may_grow(slot_bytes, recut=False) and self._under_way.acquire(blocking=False):
-            try:
-                threading.Thread(target=self._quietly, args=(slot_bytes,), name="kvstore-grow", daemon=True).start()
-            except RuntimeError as error:  # no thread is to be had: who needs room makes it
-                self._under_way.release()
-                self._tier.events.emit(Fault(self._tier.name, "grow", str(error)))
+        if not self.may_grow(slot_bytes, recut=False) or not self._under_way.acquire(blocking=False):
+            return
+        turn = [self._under_way]  # whoever takes it out gives it back: once, also after Ctrl-C in here
+        try:
+            thread = threading.Thread(target=self._quietly, args=(slot_bytes, turn), name="kvstore-grow", daemon=True)
+            thread.start()
+        except BaseException as error:
+            _give_back(turn)
+            if not isinstance(error, RuntimeError):
+                raise
+            # no thread is to be had: who needs room makes it
+            self._tier.events.emit(Fault(self._tier.name, "grow", str(error)))
 
     def grow(self, slot_bytes: int, timeout: float | None, *, recut: bool = True) -> bool:
         """One more segment for slots of a size; False when there is none, and none is tried for a while.
@@ -128,7 +135,7 @@ class Grower:
         with self._under_way:
             self._full_until.clear()
 
-    def _quietly(self, slot_bytes: int) -> None:
+    def _quietly(self, slot_bytes: int, turn: list[threading.Lock]) -> None:
         tier = self._tier
         try:
             with tier.index.read() as txn:
@@ -142,4 +149,9 @@ class Grower:
         except KVStoreError as error:
             tier.events.emit(Fault(tier.name, "grow", error.problem))
         finally:
-            self._under_way.release()
+            _give_back(turn)
+
+
+def _give_back(turn: list[threading.Lock]) -> None:
+    with contextlib.suppress(IndexError):
+        turn.pop().release()

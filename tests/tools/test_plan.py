@@ -241,11 +241,11 @@ def test_weights_larger_than_the_memory_are_said() -> None:
 
 def test_a_tier_holds_whole_blocks_after_its_index() -> None:
     found = plan(geometry(PUBLISHED["llama-3.1-8b"]), Machine(tiers={"ram": 256 << 20}), 1024)
-    assert found.block_tokens == 16
+    assert found.block_tokens == 32
     held = found.tiers["ram"]
-    assert held.blocks == (255 << 20) // ((2 << 20) + 4096)
-    assert held.tokens == held.blocks * 16
-    assert held.sessions == held.blocks // 64
+    assert held.blocks == (255 << 20) // ((4 << 20) + 4096)
+    assert held.tokens == held.blocks * 32
+    assert held.sessions == held.blocks // 32
 
 
 @given(
