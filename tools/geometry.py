@@ -90,6 +90,7 @@ def geometry(config: Config, dtype: str | None = None) -> Geometry:
         raise LayoutError("the configuration is not a JSON object", FILE_REMEDY)
     text = text_part(config)
     family = str(text.get("model_type") or config.get("model_type") or "unknown")
+    family = family.encode("utf-8", "replace").decode()  # JSON may hold half a character
     if text.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
         raise UnsupportedError(f"{family} is an encoder-decoder", "plan covers models that only decode")
     notes: list[str] = []
@@ -298,7 +299,11 @@ def _parameters(text: Config) -> int | None:
     return embeddings + layers * a_layer + attention
 
 
-def _number(text: Config, names: Sequence[str], *, why: str = "", most: int = 1 << 40) -> int:
+MOST = 1 << 40
+"""No field that is counted here is larger in any model."""
+
+
+def _number(text: Config, names: Sequence[str], *, why: str = "", most: int = MOST) -> int:
     """The first of these fields that is there. Raises LayoutError."""
     found = _optional(text, names)
     if found is None:
@@ -321,6 +326,8 @@ def _optional(text: Config, names: Sequence[str], least: int = 1) -> int | None:
 def _whole(value: Any, name: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise LayoutError(f"{name} is {value!r}, not a whole number from {least} on", FILE_REMEDY)
+    if value > MOST:
+        raise LayoutError(f"{name} is a number of {value.bit_length()} bits", FILE_REMEDY)
     return value
 
 

@@ -273,3 +273,14 @@ def test_break_even_is_where_loading_begins_to_win(
     else:
         assert wins(found)
         assert found == 1 or not wins(found - 1)
+
+
+@pytest.mark.parametrize("name", ["head_dim", "hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size"])
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+def test_a_number_that_no_model_has_is_refused_by_name(name: str, digits: int) -> None:
+    with pytest.raises(LayoutError, match=name):
+        geometry({**PLAIN, name: 10**digits})
+
+
+def test_a_model_type_that_is_no_text_can_be_told_all_the_same() -> None:
+    assert geometry({**PLAIN, "model_type": "\ud800"}).family.encode()
