@@ -42,8 +42,8 @@ class RamTier(SlottedTier):
         ]
 
     def expect_reads(self, refs: Iterable[SlotRef]) -> None:
-        """A disk will read into these slots: their segments' pages are joined, in the background."""
-        for segment in {ref.segment for ref in refs}:
+        """A disk reads into these slots, and into others next: pages are joined in the background, these first."""
+        for segment in dict.fromkeys((*(ref.segment for ref in refs), *self._sizes)):
             self.medium.join(segment)
 
     def lease(
