@@ -195,7 +195,7 @@ class Saver:
         return rest
 
     def _fill(self, fill: _Fill, job: SaveJob) -> None:
-        """Begin to gather payloads into slots, run by run, each with its header and checksum."""
+        """Begin to gather payloads into slots, each with its header and checksum."""
         if job.buffer.device is not None:
             self._fill_from_device(fill, job)
             return
