@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvstore.errors import LayoutError
 from kvstore.kv import Array, Ready, Run
-from kvstore.layout import Layout
+from kvstore.layout import BLOCK_TOKENS_MAX, PAYLOAD_TARGET, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _inside(plane: PagePlane, run: Run, count: int, page: int, offset: int) -> A
     )
 
 
-def block_tokens_for(page: int, token_bytes: int, target: int = 1 << 20, most: int = 256) -> int:
+def block_tokens_for(page: int, token_bytes: int, target: int = PAYLOAD_TARGET, most: int = BLOCK_TOKENS_MAX) -> int:
     """Tokens of a stored block: whole pages, as many (a power of two) as make a payload at least ``target`` bytes."""
     pages = max(1, math.ceil(target / (page * token_bytes)))
     pages = 1 << (pages - 1).bit_length()

@@ -134,7 +134,7 @@ def test_a_store_brings_pages_back_to_the_token(make_store: StoreMaker, by_dim: 
 
 
 @pytest.mark.parametrize(
-    ("page", "token_bytes", "expected"), [(128, 46_080, 128), (16, 46_080, 32), (16, 512, 256), (16, 131_072, 16)]
+    ("page", "token_bytes", "expected"), [(128, 46_080, 128), (16, 46_080, 128), (16, 512, 256), (16, 131_072, 32)]
 )
-def test_a_block_is_whole_pages_of_about_a_mebibyte(page: int, token_bytes: int, expected: int) -> None:
+def test_a_block_is_whole_pages_of_about_four_mebibytes(page: int, token_bytes: int, expected: int) -> None:
     assert block_tokens_for(page, token_bytes) == expected
