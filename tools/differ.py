@@ -7,7 +7,7 @@ tokens. Must not know files or stores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -89,17 +89,7 @@ class Difference:
             "before": before,
             "prompt_text": mine,
             "stored_text": other,
-            "causes": [
-                {
-                    "code": cause.code,
-                    "says": cause.says,
-                    "advice": cause.advice,
-                    "at": cause.at,
-                    "lost": cause.lost,
-                    "regained": cause.regained,
-                }
-                for cause in self.causes
-            ],
+            "causes": [asdict(cause) for cause in self.causes],
         }
 
 

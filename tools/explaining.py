@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -82,17 +82,7 @@ class Explanation:
             "by_tier": self.by_tier,
             "lost": self.asked - self.matched,
             "would_match": self.would_match,
-            "causes": [
-                {
-                    "code": cause.code,
-                    "says": cause.says,
-                    "advice": cause.advice,
-                    "at": cause.at,
-                    "lost": cause.lost,
-                    "regained": cause.regained,
-                }
-                for cause in self.causes
-            ],
+            "causes": [asdict(cause) for cause in self.causes],
             "difference": None if self.difference is None else self.difference.to_dict(),
             "nearest": None
             if nearest is None
