@@ -138,6 +138,15 @@ class HugePages:
             self._lock.wait_for(lambda: not self._running)
 
     def _run(self) -> None:
+        try:
+            self._join_all()
+        except BaseException:  # `close` must not wait for a thread that is gone
+            with self._lock:
+                self._running = False
+                self._lock.notify_all()
+            raise
+
+    def _join_all(self) -> None:
         while True:
             with self._lock:
                 self._running = bool(self._waiting)

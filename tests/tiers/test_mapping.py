@@ -183,6 +183,19 @@ def test_pieces_in_use_are_tried_again_and_only_they(shm: Path, monkeypatch: pyt
     assert tried == [0, 1, 2, 1]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_who_is_told_ends_in_no_wait(shm: Path) -> None:
+    def told(memory: Bytes) -> None:
+        raise ValueError("not now")
+
+    pages = HugePages(told)
+    pages.add(mapped(shm, 1, seed=9))
+    closing = threading.Thread(target=pages.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_what_is_withdrawn_or_closed_meanwhile_is_told_to_nobody(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, go = threading.Event(), threading.Event()
 
