@@ -16,7 +16,6 @@ from kvstore.errors import SettingsError
 from kvstore.events import Events, Notice
 from kvstore.eviction import catch_up
 from kvstore.host import boot_id, ram_cap, supports_o_direct
-from kvstore.index import Database, Transaction
 from kvstore.memory_home import MemoryHome, sweep
 from kvstore.owners import Owner
 from kvstore.pins import Pins
@@ -31,6 +30,7 @@ from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.pagelock import PageLock
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database, Transaction
 
 Wrap: TypeAlias = Callable[[Medium], Medium]
 """Puts a medium of one's own around a tier's: faults, throttling, tracing."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from threading import Lock
 
 from kvstore.events import Event, Hit, Miss, Moved, Prefilled, Saved
-from kvstore.index import Database, Index, Transaction
+from kvstore.index import Index
 from kvstore.records import damaged
+from kvstore.transaction import Database, Transaction
 
 DAY_S = 86_400
 OTHERS = bytes(32)

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstore.errors import SettingsError
 from kvstore.identity import ANCESTOR_BLOCKS
-from kvstore.index import Database, Transaction
 from kvstore.layout import Part
 from kvstore.match import Match
 from kvstore.purge import PurgeLog
@@ -33,6 +32,7 @@ from kvstore.slots import SlotRef
 from kvstore.tiers import namespaces
 from kvstore.tiers.segments import get_number, put_number
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database, Transaction
 
 APPLIED = b"purge applied"
 """In each tier: the newest tombstone up to which all were applied to it."""

@@ -17,7 +17,6 @@ from kvstore.errors import KVStoreError
 from kvstore.events import Counters, Events, Fault
 from kvstore.eviction import behind, catch_up
 from kvstore.host import boottime_ns
-from kvstore.index import Database, Transaction
 from kvstore.owners import bury, survey
 from kvstore.pins import Pins
 from kvstore.purge import PurgeLog
@@ -27,6 +26,7 @@ from kvstore.slots import SlotRef
 from kvstore.tenants import crowded, drop_empty
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database, Transaction
 
 PERIOD_S = 1.0
 EXPIRY_PERIOD_S = 10.0

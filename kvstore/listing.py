@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.index import Database
 from kvstore.layout import Layout, Part
 from kvstore.records import Entry, NamespaceRecord, Usage, entry_namespace, key_depth, key_part, key_tokens
 from kvstore.states import State
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database
 
 FIRST_TOKENS = 32
 FIRST_PART = Part()

@@ -10,9 +10,10 @@ import time
 from collections.abc import Collection
 
 from kvstore.errors import BudgetError, NotFoundError, SettingsError
-from kvstore.index import Database, Index, Transaction
+from kvstore.index import Index
 from kvstore.records import NameRecord
 from kvstore.sizes import format_size
+from kvstore.transaction import Database, Transaction
 
 EPOCH = b"pin epoch"
 NAME_LIMIT = 500

@@ -6,8 +6,9 @@ load compares the epoch with the one it knows and first drops what newer tombsto
 
 from __future__ import annotations
 
-from kvstore.index import PAGE, Database, Index, Transaction
+from kvstore.index import Index
 from kvstore.records import Tombstone
+from kvstore.transaction import PAGE, Database, Transaction
 
 EPOCH, FLOOR = b"purge epoch", b"purge floor"
 KEPT = 1024

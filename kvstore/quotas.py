@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import SettingsError
-from kvstore.index import Database, Index, Transaction
+from kvstore.index import Index
+from kvstore.transaction import Database, Transaction
 
 EPOCH = b"quota epoch"
 _PREFIX = b"quota:"

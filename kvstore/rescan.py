@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
-from kvstore.index import Database
 from kvstore.layout import Layout
 from kvstore.mover import Move
 from kvstore.policy import CLEAN, REFUSED
@@ -18,6 +17,7 @@ from kvstore.slots import SlotRef
 from kvstore.states import State
 from kvstore.tiers import namespaces
 from kvstore.tiers.ram import RamTier
+from kvstore.transaction import Database
 
 
 def dirty_moves(ram: RamTier, most: int) -> list[Move]:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from kvstore.errors import BusyError, NoSpaceError
-from kvstore.index import PAGE, Database, Index, Transaction
+from kvstore.index import Index
+from kvstore.transaction import PAGE, Database, Transaction
 
 WIPE_EPOCH, WIPED = b"wipe epoch", b"wiped:"
 FORGOTTEN_PAGES = 8192

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstore.index import Database
 from kvstore.records import Usage, slot_counts
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database
 
 
 @dataclass(frozen=True, slots=True)

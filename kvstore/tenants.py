@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.index import Database, Transaction
 from kvstore.quotas import Quotas
 from kvstore.records import Entry, NamespaceRecord, Usage, slot_key
 from kvstore.slots import SlotRef
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database, Transaction
 
 ROUNDS = 3
 """Attempts to come below a quota: what is used again meanwhile is looked at anew."""

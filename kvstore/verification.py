@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError
 from kvstore.header import inspect_slot, slot_bytes
-from kvstore.index import Database
 from kvstore.kv import Bytes
 from kvstore.layout import Layout
 from kvstore.records import Entry, key_part
@@ -17,6 +16,7 @@ from kvstore.tiers.medium import aligned_buffer
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database
 
 READ_SLOTS = 16
 

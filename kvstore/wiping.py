@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvstore import scrubbing
-from kvstore.index import Database
 from kvstore.kv import Bytes
 from kvstore.records import Entry, Segment, parse_slot_key
 from kvstore.scrubbing import WipeLog
@@ -21,6 +20,7 @@ from kvstore.states import State
 from kvstore.tiers import ledger, wiping
 from kvstore.tiers.medium import aligned_buffer
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database
 
 STEP_BYTES = 32 << 20
 """Bytes of slots taken at once."""

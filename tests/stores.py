@@ -211,7 +211,7 @@ class TierBench:
         found = integrity.check(self.tier, {self.tier.owner})
         if not self.keeps_bytes:
             return found
-        from kvstore.index import Database
+        from kvstore.transaction import Database
 
         with self.index.read() as txn:
             entries = [Entry.unpack(raw) for _, raw in txn.scan(Database.BLOCKS)]

@@ -33,11 +33,11 @@ from kvstore import (
     store,
 )
 from kvstore.header import HEADER_BYTES, MAGIC, VERSION, Header
-from kvstore.index import Database
 from kvstore.kv import HostKV
 from kvstore.states import State
 from kvstore.superblock import ram_name, store_id
 from kvstore.tiers import namespaces, opening, segments, slotted
+from kvstore.transaction import Database
 
 TREE = Path(__file__).resolve().parents[1]
 TEXT = (TREE / "kvstore" / "FORMAT.md").read_text()

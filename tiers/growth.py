@@ -14,12 +14,12 @@ import numpy as np
 
 from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Evicted, Fault
-from kvstore.index import Transaction
 from kvstore.records import Entry
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, segments
 from kvstore.tiers.reservation import Candidate
 from kvstore.tiers.victims import ColdSlots
+from kvstore.transaction import Transaction
 
 if TYPE_CHECKING:
     from kvstore.tiers.slotted import SlottedTier

@@ -12,7 +12,6 @@ from collections.abc import Collection
 import numpy as np
 
 from kvstore.errors import DamagedError
-from kvstore.index import Database, Transaction
 from kvstore.records import Entry, Segment, Usage, parse_slot_key, slot_key
 from kvstore.slots import FreeMap, SlotRef
 from kvstore.states import State
@@ -20,6 +19,7 @@ from kvstore.tiers import ledger, namespaces, segments
 from kvstore.tiers.arrays import arrays_bytes, arrays_path
 from kvstore.tiers.medium import file_length, segment_number, segment_path
 from kvstore.tiers.slotted import STAMP_BASE, SlottedTier
+from kvstore.transaction import Database, Transaction
 
 
 def check(tier: SlottedTier, live: Collection[bytes]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kvstore.index import Database, Transaction
 from kvstore.records import (
     BlockName,
     Entry,
@@ -21,6 +20,7 @@ from kvstore.records import (
 )
 from kvstore.slots import FreeMap, SlotRef, SlotRun
 from kvstore.states import State, Step, after
+from kvstore.transaction import Database, Transaction
 
 DOOMED = 2**64 - 1
 """Epoch of a block that was purged while it was being written."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.identity import Chain, block_key
-from kvstore.index import Database, Transaction
 from kvstore.layout import Part
 from kvstore.records import KEY_TOKENS, BlockName, Entry, family_key, key_tokens
 from kvstore.states import State
+from kvstore.transaction import Database, Transaction
 
 NEIGHBOURS = 16
 """Entries looked at on either side of the probe: more than one only where neighbours are being written."""

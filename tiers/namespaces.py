@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvstore.index import Database, Transaction
 from kvstore.records import NamespaceRecord, Usage
+from kvstore.transaction import Database, Transaction
 
 NEXT = b"next namespace"
 _RECORD, _ROOT = b"n", b"r"

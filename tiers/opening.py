@@ -17,11 +17,12 @@ import xxhash
 from kvstore.errors import BudgetError, DamagedError, FormatError
 from kvstore.events import Events, Evicted, Notice
 from kvstore.host import free_bytes
-from kvstore.index import Index, Transaction
+from kvstore.index import Index
 from kvstore.records import Segment
 from kvstore.sizes import format_size
 from kvstore.tiers import integrity, segments
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Transaction
 
 SUPERBLOCK = "TIER"
 SUPERBLOCK_BYTES = 4096

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from kvstore.errors import DamagedError
 from kvstore.header import HEADER_BYTES
 from kvstore.host import boottime_ns
-from kvstore.index import Database, Transaction
 from kvstore.kv import Bytes, Run
 from kvstore.records import BlockName, Entry, pack_lease
 from kvstore.slots import SlotRef, join_runs
 from kvstore.states import State
 from kvstore.tiers import lookup
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database, Transaction
 
 
 class RamTier(SlottedTier):

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from kvstore.errors import DamagedError
-from kvstore.index import Database, Transaction
 from kvstore.records import Entry, Segment, Usage, slot_key
 from kvstore.slots import FreeMap, SlotRef
 from kvstore.states import State
@@ -17,6 +16,7 @@ from kvstore.tiers import ledger, namespaces, segments
 from kvstore.tiers.arrays import arrays_bytes
 from kvstore.tiers.integrity import drop_segments, missing_files
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database, Transaction
 
 
 def rebuild_books(tier: SlottedTier, live: Collection[bytes]) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.index import Database, Transaction
 from kvstore.records import NO_OWNER, Entry, Segment
 from kvstore.slots import FreeMap, SlotRef
 from kvstore.states import Step, after
 from kvstore.tiers.arrays import array_slots, arrays_bytes
 from kvstore.tiers.ledger import Removal, get_segment, put_segment, segments
 from kvstore.tiers.medium import ALIGNMENT
+from kvstore.transaction import Database, Transaction
 
 ALLOCATED = b"allocated"
 BUDGET = b"budget"

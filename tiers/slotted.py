@@ -15,7 +15,7 @@ from kvstore.errors import DamagedError, KVStoreError
 from kvstore.events import Events, Evicted
 from kvstore.host import boottime_ns
 from kvstore.identity import Chain
-from kvstore.index import Database, Index, Transaction
+from kvstore.index import Index
 from kvstore.layout import Part
 from kvstore.policy import Policy
 from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage, entry_namespace
@@ -27,6 +27,7 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
 from kvstore.tiers.reservation import Candidate, Reserved, Terms
 from kvstore.tiers.victims import ColdSlots
+from kvstore.transaction import Database, Transaction
 
 STAMP_BASE = b"stamp base"
 

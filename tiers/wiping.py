@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstore.index import Transaction
 from kvstore.layout import Part
 from kvstore.records import NO_OWNER, BlockName, Segment, family_key, slot_key
 from kvstore.slots import FreeMap, SlotRef, SlotRun
 from kvstore.tiers.ledger import Bitmaps, Placement, Usages, get_segment, put_segment
 from kvstore.tiers.reservation import Terms, mark_writing
+from kvstore.transaction import Transaction
 
 NOWHERE = 0
 """The number of no namespace."""

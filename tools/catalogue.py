@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.index import Database
 from kvstore.listing import NamespaceUse
 from kvstore.records import OUTLINE, outline
 from kvstore.store import Store
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.transaction import Database
 
 Sort: TypeAlias = Literal["biggest", "hottest", "coldest"]
 AGE_S = 2.0

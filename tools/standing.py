@@ -16,7 +16,7 @@ import kvstore
 from kvstore import superblock
 from kvstore.errors import AmbiguousError, FormatError, NotFoundError, OwnershipError, PathError, TokenError
 from kvstore.identity import Tokens, as_tokens
-from kvstore.index import Database, Index
+from kvstore.index import Index
 from kvstore.listing import NamespaceUse, Prefix
 from kvstore.match import Match, Namespace
 from kvstore.records import Entry, key_tokens
@@ -25,6 +25,7 @@ from kvstore.store import Store
 from kvstore.tiers import segments
 from kvstore.tiers.opening import SUPERBLOCK, Superblock
 from kvstore.tools import terminal
+from kvstore.transaction import Database
 
 _PARENT, _SHORT = slice(12, 20), 8
 MANY_BLOCKS = 20_000

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.identity import Tokens, as_tokens
-from kvstore.index import Database
 from kvstore.layout import Layout
 from kvstore.records import Entry, key_depth, key_part, key_tokens
 from kvstore.states import State
 from kvstore.store import Store
 from kvstore.tiers import namespaces
+from kvstore.transaction import Database
 
 _PARENT, _SHORT = slice(12, 20), 8
 EVERY = 8192

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError
-from kvstore.index import Database, Index, Transaction
+from kvstore.index import Index
 from kvstore.scrubbing import rewrite
+from kvstore.transaction import Database, Transaction
 
 SIZE = 1 << 20
 

@@ -65,7 +65,7 @@ class Stored:
         self.empty()
 
     def empty(self) -> None:
-        from kvstore.index import Database
+        from kvstore.transaction import Database
 
         with self.bench.index.read() as txn:
             victims = [(key, value[:32]) for key, value in txn.scan(Database.BLOCKS)]

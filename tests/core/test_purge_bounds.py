@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import BudgetError
-from kvstore.index import Database, Index
+from kvstore.index import Index
 from kvstore.pins import NAMES_SHARE, Pins
 from kvstore.purge import INDEX_SHARE, KEPT, PurgeLog
 from kvstore.records import NameRecord
+from kvstore.transaction import Database
 
 SIZE = 1 << 20
 

@@ -16,11 +16,12 @@ from stores import BLOCK, LAYOUT, PART, SLOT, StoreBench, StoreMaker, kv_of, tok
 
 from kvstore.errors import BusyError, DamagedError, SettingsError, UnsupportedError
 from kvstore.events import Fault, Skipped
-from kvstore.index import Database, Index
+from kvstore.index import Index
 from kvstore.kv import HostKV
 from kvstore.layout import Layout, Part
 from kvstore.tiers.growth import Grower
 from kvstore.tiers.medium import allocate_file
+from kvstore.transaction import Database
 
 PROGRAM = """
 import sys, threading

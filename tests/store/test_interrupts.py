@@ -16,11 +16,11 @@ from known_kv import SPEAKERS, load, save
 
 from kvstore import loading
 from kvstore.copying import CopyThreads, Job, wait_all
-from kvstore.index import Database
 from kvstore.kv import Bytes
 from kvstore.store import Store
 from kvstore.tiers import medium, reservation, segments
 from kvstore.tiers.medium import Medium
+from kvstore.transaction import Database
 
 SPEAKER = SPEAKERS[0]
 

@@ -22,10 +22,11 @@ from known_kv import PLAIN, SPEAKERS, Array, Speaker, load, save
 
 from kvstore.events import Cause, Event, Evicted
 from kvstore.host import boottime_ns
-from kvstore.index import Database, Index
+from kvstore.index import Index
 from kvstore.kv import HostKV, Run
 from kvstore.records import block_names
 from kvstore.store import Store
+from kvstore.transaction import Database
 
 Reopen = Callable[..., Store]
 KILLS, AT_ONCE = 200, 5

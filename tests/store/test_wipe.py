@@ -13,12 +13,12 @@ from children import Child
 from known_kv import SPEAKERS, Speaker, load, save
 
 from kvstore.errors import BusyError
-from kvstore.index import Database
 from kvstore.kv import Bytes
 from kvstore.layout import Layout
 from kvstore.store import Store
 from kvstore.tiers import wiping
 from kvstore.tiers.medium import Medium
+from kvstore.transaction import Database
 
 SECRET = SPEAKERS[1]
 """The speaker with the salt "a"."""

@@ -23,7 +23,6 @@ from kvstore.events import Evicted, Fault
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns, supports_o_direct
 from kvstore.identity import as_tokens, chain, salt_digest
-from kvstore.index import Database
 from kvstore.policy import cold_batch
 from kvstore.records import Tombstone, Usage, block_names
 from kvstore.slots import SlotRef
@@ -36,6 +35,7 @@ from kvstore.tiers.null import NullMedium
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.throttle import ThrottleMedium
+from kvstore.transaction import Database
 
 INDEX = 1 << 20
 SLOTS_A_SEGMENT = 8

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 import kvstore
 from kvstore.days import DAY_S, OTHERS, Day, DayBook
 from kvstore.events import Cause, Event, Hit, Miss, Moved, Prefilled, Saved
-from kvstore.index import Database, Index
+from kvstore.index import Index
 from kvstore.kv import HostKV
 from kvstore.tools.cli import app
 from kvstore.tools.worth import Prices, measured_rate, storage, total, worth
+from kvstore.transaction import Database
 
 ROOTS = [bytes([number]) * 32 for number in range(1, 6)]
 TODAY = 20_000

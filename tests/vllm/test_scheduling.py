@@ -11,8 +11,8 @@ import pytest
 from stores import LAYOUT, StoreBench, StoreMaker, kv_of, tokens_of
 
 from kvstore.events import Prefilled
-from kvstore.index import Database
 from kvstore.kv import HostKV
+from kvstore.transaction import Database
 
 # What importing vLLM and torch's compiler warns of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
