@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from kvstore.errors import KVStoreError
-from kvstore.layout import Layout
-from kvstore.settings import Settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstore.assembly import Wrap
+    from kvstore.errors import KVStoreError
     from kvstore.events import Observer
+    from kvstore.layout import Layout
+    from kvstore.settings import Settings
     from kvstore.store import Store
 
 __version__ = "0.1.0"
 __all__ = ["KVStoreError", "Layout", "Settings", "__version__", "open"]
+_HOMES = {"KVStoreError": "kvstore.errors", "Layout": "kvstore.layout", "Settings": "kvstore.settings"}
+"""Imported when asked for: numpy takes a tenth of a second, in which the console script has to stand already."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return globals()[name]
 
 
 def open(
@@ -36,6 +45,7 @@ def open(
     instead of both. observers: called with every `kvstore.events.Event`. wrap: puts a medium of one's own around each
     tier's. Raises a `KVStoreError` that says what to do.
     """
+    from kvstore.settings import Settings
     from kvstore.store import open_store
 
     chosen = settings if settings is not None else Settings.resolve(path, environ=None, **arguments)

@@ -81,7 +81,7 @@ app.add_typer(_bench)
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Run the command that the arguments name."""
     prepare()
     app(prog_name="kvstore")
 

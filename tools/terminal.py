@@ -27,9 +27,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvstore.errors import KVStoreError, OutputError
+from kvstore.tools.entry import INTERRUPTED, interruptible
 
 P = ParamSpec("P")
-INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
+TERMINATED, PIPE_CLOSED = 143, 141
 PLAIN_WIDTH = 160
 """Columns of a table that is not read on a terminal."""
 
@@ -107,7 +108,7 @@ def command(run: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(run)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        with _terminable():
+        with interruptible(), _terminable():
             try:
                 run(*args, **kwargs)
                 sys.stdout.flush()
