@@ -51,7 +51,7 @@ class Served:
 
     def ask(self, method: str, path: str, body: Any = None, *, token: str | None = "", **headers: str) -> Answer:
         """One request. token: "" for the server's own, None for none. body: sent as JSON, bytes as they are."""
-        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         sent = self.token if token == "" else token
         if sent is not None:

@@ -7,13 +7,34 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from kvstore.identity import TOKEN_LIMIT
 
 TOKENS_MOST = 1 << 20
 NAME_MOST = 200
+CONFIG_VALUES, CONFIG_DEPTH = 20_000, 16
+"""The largest configurations of models have a tenth as many values, and a third of that depth."""
 
-Token = Annotated[int, Field(ge=0, lt=1 << 32)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MOST, examples=[[40, 100, 101]])]
+
+def _fathomable(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that is not too large to work on. Raises ValueError."""
+    level: list[Any] = [config]
+    values = 0
+    for _ in range(CONFIG_DEPTH):
+        below = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        values += sum(map(len, below))
+        if values > CONFIG_VALUES:
+            raise ValueError(f"it has more than {CONFIG_VALUES} values")
+        level = [value for one in below for value in one]
+        if not level:
+            return config
+    raise ValueError(f"it is nested more than {CONFIG_DEPTH} deep")
+
+
+Token = Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)]
+Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=TOKENS_MOST, examples=[[40, 100, 101]])]
+Config = Annotated[dict[str, Any], AfterValidator(_fathomable)]
 Text = Annotated[str, Field(min_length=1, max_length=NAME_MOST)]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{6,64}$", description="The beginning of a key, in hexadecimal digits.")]
 Root = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -21,9 +42,17 @@ Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class Asked(BaseModel):
-    """A body: nothing unknown, nothing converted."""
+    """A body: nothing unknown, nothing converted. However much is wrong with one, few errors are made of it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > len(cls.model_fields):
+            unknown = body.keys() - cls.model_fields.keys()
+            raise ValueError(f"{len(unknown)} unknown fields, such as {min(unknown)[:NAME_MOST]!r}")
+        return body
 
 
 class Given(BaseModel):
@@ -127,7 +156,7 @@ class PlanAsked(Asked):
         }
     )
     model: Annotated[str, Field(max_length=NAME_MOST)] | None = Field(None, description="A well-known model's name.")
-    config: dict[str, Any] | None = Field(None, description="Instead of a name: the content of a config.json.")
+    config: Config | None = Field(None, description="Instead of a name: the content of a config.json.")
     context: int | None = Field(None, ge=1, le=1 << 40, description="Tokens of a session.")
     memory: Text | None = Field(None, description="Of all devices together.")
     weights: Text | None = None

@@ -24,8 +24,12 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-BODY_BYTES = 4 << 20
+BODY_BYTES = 256 << 10
+"""The longest config.json is a tenth of that."""
+TOKENS_BYTES = 4 << 20
 """A prompt of half a million tokens, written as JSON."""
+TAKES_TOKENS = frozenset({"/v1/show", "/v1/explain", "/v1/pin", "/v1/prefetch"})
+"""Calls whose body may hold a prompt; all of them need the token, so that nobody else may send as much."""
 BODY_S = 10.0
 REQUEST_S = 60.0
 STREAM = "/v1/events"
@@ -178,18 +182,23 @@ class Guard:
         if b"content-length" in headers and b"transfer-encoding" in headers:
             says, remedy = "the body has a length and is chunked as well", "send one of the two headers"
             raise Refused(400, "two-lengths", says, remedy, {"Connection": "close"})
-        if not length.isdigit() or int(length) > BODY_BYTES:
-            raise _too_large()
-        body = bytearray()
+        large = scope["path"] in TAKES_TOKENS and scope["state"]["trusted"]
+        most = TOKENS_BYTES if large else BODY_BYTES
+        if not length.isdigit() or int(length) > TOKENS_BYTES:
+            raise _too_large(most)
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self._body_s):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
                         break
-                    body += message.get("body", b"")
-                    if len(body) > BODY_BYTES:
-                        raise _too_large()
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > TOKENS_BYTES:
+                        raise _too_large(most)
+                    if size <= most:
+                        body += part
                     if not message.get("more_body"):
                         break
         except TimeoutError:
@@ -200,6 +209,8 @@ class Guard:
                 "send it at once",
                 {"Connection": "close"},
             ) from None
+        if size > most:  # read to its end, and not kept: who was cut off while sending would not hear why
+            raise _too_large(most)
         return bytes(body)
 
 
@@ -214,10 +225,9 @@ def no_token() -> Refused:
     )
 
 
-def _too_large() -> Refused:
-    return Refused(
-        413, "large", f"the body is larger than {BODY_BYTES >> 20} MiB", "ask for less", {"Connection": "close"}
-    )
+def _too_large(most: int) -> Refused:
+    says = f"the body is larger than {most >> 10} KiB"
+    return Refused(413, "large", says, "ask for less", {"Connection": "close"})
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:

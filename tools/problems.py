@@ -137,9 +137,10 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _not_valid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    listed = [f"{'.'.join(map(str, one['loc']))[:200]}: {one['msg'][:300]}" for one in error.errors()[:SHOWN_ERRORS]]
+    found = error.errors()
+    listed = [f"{'.'.join(map(str, one['loc']))[:200]}: {one['msg'][:300]}" for one in found[:SHOWN_ERRORS]]
     remedy = "compare it with /openapi.json"
-    return answer(422, "not-valid", f"{len(listed)} things are wrong with the request", remedy, listed=listed)
+    return answer(422, "not-valid", f"{len(found)} things are wrong with the request", remedy, listed=listed)
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:

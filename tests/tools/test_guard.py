@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import stat
@@ -235,8 +236,65 @@ def test_a_body_without_end_is_cut_off_and_takes_no_memory(served: Served) -> No
     assert memory() - before < 64 << 20
 
 
+ODD = b'{"\\ud800": "\\udfff", "model": "\\ud800", "config": {"model_type": "\\ud800"}}'
+"""Halves of characters."""
+POSTS = [path for method, path in CHANGES if method == "POST"] + ["/v1/plan"]
+LARGEST = {path: guard.TOKENS_BYTES if path in guard.TAKES_TOKENS else guard.BODY_BYTES for path in POSTS}
+
+
+def largest(path: str, token: str | None, one: str, before: str, after: str) -> bytes:
+    """As much of ``one`` (a number in it at ``%x``) as a body may hold."""
+    most = LARGEST[path] if token else guard.BODY_BYTES
+    count = (most - len(before) - len(after)) // (len(one % 0xFFFFFF) + 1)
+    return (before + ",".join(one % number for number in range(count)) + after).encode()
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("token", [TOKEN, None], ids=["with", "without"])
+def test_however_much_is_wrong_with_a_body_little_is_made_of_it(served: Served, path: str, token: str | None) -> None:
+    before = memory()
+    for one, begins, ends in (
+        ('"%x":{}', "{", "}"),
+        ('"%x":[]', '{"config":{', "}}"),
+        ('{"%x":-1}', '{"tokens":[', "]}"),
+        ('"%x"', "[", "]"),
+    ):
+        body = largest(path, token, one, begins, ends)
+        found = served.ask("POST", path, body, token=token)
+        assert found.status == (422 if token or path == "/v1/plan" else 401), found.body
+        assert found.headers["content-type"] == "application/problem+json"
+        assert len(found.body) < 8192
+        if found.status == 422:
+            assert int((re.match(r"\d+", found.told["detail"]) or [""])[0]) <= 20, found.told["detail"]
+    assert memory() - before < 96 << 20
+    assert served.ask("POST", path, b" " * (guard.BODY_BYTES + 1), token=None).status == 413
+    if LARGEST[path] == guard.BODY_BYTES:
+        assert served.ask("POST", path, b" " * (guard.BODY_BYTES + 1)).status == 413
+
+
+def test_a_configuration_may_not_be_endless_work(served: Served) -> None:
+    small = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    deep: Any = []
+    for _ in range(40):
+        deep = {"a": deep}
+    for more, says in (({"a": deep}, "nested more than"), ({"a": [0] * 30_000}, "more than 20000 values")):
+        found = served.ask("POST", "/v1/plan", {"config": {**small, **more}, "context": 10})
+        assert says in str(found.told["errors"])
+    labels = {str(number): "LABEL" for number in range(5000)}
+    assert served.post("/v1/plan", {"config": {**small, "id2label": labels}, "context": 10})["layers"] == 2
+
+
 def test_deep_and_odd_json_is_refused(served: Served) -> None:
-    for body in (b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"{}trailing", b"NaN", b'{"context": 1e400}', b""):
+    for body in (
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"\xff\xfe",
+        b"{}trailing",
+        b"NaN",
+        b'{"context": 1e400}',
+        b"",
+        ODD,
+    ):
         found = served.ask("POST", "/v1/plan", body)
         assert found.status in (400, 422), found.body
         assert found.headers["content-type"] == "application/problem+json"
@@ -323,5 +381,5 @@ def test_a_thousand_streams_are_refused_and_the_server_goes_on(served: Served) -
 
 
 def test_bounds_are_those_that_the_documentation_tells() -> None:
-    assert (guard.BODY_BYTES, guard.BODY_S, guard.REQUEST_S) == (4 << 20, 10, 60)
+    assert (guard.BODY_BYTES, guard.TOKENS_BYTES, guard.BODY_S, guard.REQUEST_S) == (256 << 10, 4 << 20, 10, 60)
     assert (connections.CONNECTIONS, service.WATCHERS) == (128, 16)
