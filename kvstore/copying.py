@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from kvstore.background import step_back, stepped_back
 from kvstore.kv import Bytes
 from kvstore.tiers.medium import aligned_buffer
 
@@ -48,19 +49,22 @@ class CopyThreads:
 
     A caller that waits for its copies takes part in them (`wait_all`), so that one thread less is enough, and no
     more threads run than ``copy_threads``: on few cores one too many, put to sleep at the wrong moment, stops all.
+    A caller in the background has threads in the background for its copies.
     """
 
     def __init__(self, copy_threads: int, io_threads: int) -> None:
         self.copy_threads = copy_threads
-        self._copy = ThreadPoolExecutor(max(1, copy_threads - 1), thread_name_prefix="kvstore-copy")
+        beside = max(1, copy_threads - 1)
+        self._copy = ThreadPoolExecutor(beside, thread_name_prefix="kvstore-copy")
+        self._behind = ThreadPoolExecutor(beside, thread_name_prefix="kvstore-behind", initializer=step_back)
         self._read = ThreadPoolExecutor(io_threads, thread_name_prefix="kvstore-read")
-        self._write = ThreadPoolExecutor(1, thread_name_prefix="kvstore-write")
+        self._write = ThreadPoolExecutor(1, thread_name_prefix="kvstore-write", initializer=step_back)
         self._spare: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 
     def copy(self, work: Callable[[], T]) -> Job[T]:
         """Run a copy."""
-        return _submit(self._copy, work)
+        return _submit(self._behind if stepped_back() else self._copy, work)
 
     def read(self, work: Callable[[], T]) -> Job[T]:
         """Run a disk read."""
@@ -94,6 +98,7 @@ class CopyThreads:
         self._write.shutdown(wait=True)
         self._read.shutdown(wait=True)
         self._copy.shutdown(wait=True)
+        self._behind.shutdown(wait=True)
 
 
 def _submit(pool: ThreadPoolExecutor, work: Callable[[], T]) -> Job[T]:

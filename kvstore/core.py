@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from kvstore import superblock
 from kvstore.assembly import Assembly, Wrap
+from kvstore.background import step_back
 from kvstore.copying import CopyThreads
 from kvstore.devices import DeviceLoader, DeviceSaver
 from kvstore.errors import ClosedError, KVStoreError, UnsupportedError
@@ -249,6 +250,7 @@ class Core:
 
     def _populate(self) -> None:
         """Enter what `ram` holds already into this process's page tables, so that no request has to."""
+        step_back()
         for segment in self.ram.segment_list():
             if self.closed or segment.allocating:
                 continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.background import step_back
 from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Evicted, Fault
 from kvstore.records import Entry
@@ -136,6 +137,7 @@ class Grower:
             self._full_until.clear()
 
     def _quietly(self, slot_bytes: int, turn: list[threading.Lock]) -> None:
+        step_back()
         tier = self._tier
         try:
             with tier.index.read() as txn:

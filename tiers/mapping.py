@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.background import step_back
 from kvstore.errors import DamagedError, StorageError
 from kvstore.kv import Bytes
 
@@ -116,7 +117,7 @@ class HugePages:
                 return
             self._running = True
         try:
-            threading.Thread(target=self._run, name="kvstore-pages", daemon=True).start()
+            threading.Thread(target=self._behind, name="kvstore-pages", daemon=True).start()
         except RuntimeError:  # no thread is to be had: small pages do as well
             self._refused = True
             self._run()
@@ -136,6 +137,10 @@ class HugePages:
             self._waiting.clear()
             self._lock.notify_all()
             self._lock.wait_for(lambda: not self._running)
+
+    def _behind(self) -> None:
+        step_back()
+        self._run()
 
     def _run(self) -> None:
         try:

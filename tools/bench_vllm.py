@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import kvstore
+from kvstore.adapters.temporaries import KEEP_BYTES, MAPPED_BYTES
 from kvstore.errors import KVStoreError, MissingExtraError, NotFoundError
 from kvstore.kv import HostKV
 from kvstore.layout import DTYPE_BYTES, Layout
@@ -43,6 +44,9 @@ GROWING_PAIRS = 3
 RAM, NVME = Target(1.25, at_most=True), Target(1.4, at_most=True)
 EXAMPLE, MISS = Target(1.0, at_most=True), Target(0.03, at_most=True)
 FLUSH_S, FILL_BLOCKS = 120.0, 16
+KEPT = {"GLIBC_TUNABLES": f"glibc.malloc.trim_threshold={KEEP_BYTES}:glibc.malloc.mmap_threshold={MAPPED_BYTES}"}
+"""Every engine keeps its temporaries, as the connector arranges it where nobody else did: by chance some would, and the
+difference would be the allocator's."""
 Pairs: TypeAlias = tuple[list[float], list[float]]
 """Seconds with the store, and without."""
 Step = Callable[[str, int, int | None], None]
@@ -72,7 +76,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            env={**KEPT, **os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
             cwd=folder,
         )
         self._answer()

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
+from kvstore.adapters.temporaries import keep_temporaries
 from kvstore.adapters.transformers import allow
 from kvstore.adapters.transformers.layout import ModelLayout, Refused, unwrap
-from kvstore.adapters.transformers.pool import Pool, keep_temporaries
+from kvstore.adapters.transformers.pool import Pool
 from kvstore.adapters.transformers.rows import ADAPTER
 from kvstore.adapters.transformers.run import Ground, Plan, Run
 from kvstore.adapters.transformers.saver import Saver

@@ -16,12 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 HUGE_PAGE = 2 << 20
 KEEP_BLOCKS = 4
-TEMPORARY_BYTES = 31 << 20
-"""Just below the 32 MiB at which glibc stops to adapt."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module of Python 3.11 has no name for it
 
 
@@ -78,18 +75,6 @@ class Pool:
             self._free.append(self._returned.popleft())
         while self._free and (len(self._free) > KEEP_BLOCKS or sum(map(len, self._free)) > self.keep_bytes):
             self._free.pop(0)
-
-
-def keep_temporaries() -> None:
-    """Let torch's large temporaries of a forward reuse memory, as they do after a long prefill.
-
-    glibc maps blocks above a threshold one by one and gives each back when it is freed, until a block up to
-    TEMPORARY_BYTES has been freed: that raises the threshold. A process that resumes never runs the long prefill which
-    does so by the way, and faults the same pages in again on every layer (measured: 0.35 s instead of 0.20 for a
-    request with 4,096 cached tokens, of which 0.11 s in the copies that repeat K and V for grouped queries;
-    ``hot_ttft_s`` of ``kvstore demo --json``).
-    """
-    torch.empty(TEMPORARY_BYTES, dtype=torch.uint8)
 
 
 def populate(array: npt.NDArray[np.uint8]) -> None:

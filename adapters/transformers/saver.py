@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 
+from kvstore.background import step_back
 from kvstore.events import Events, Fault, Skipped
 
 PENDING = 8
@@ -31,7 +32,7 @@ class Saver:
         self._room = pending
         self._lock = Lock()
         self._waiting: set[Future[None]] = set()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save", initializer=step_back)
         _at_exit(_flush, weakref.ref(self))
 
     def submit(self, work: Callable[[], object], blocks: int) -> Future[None] | None:

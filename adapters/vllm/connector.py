@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
+from kvstore.adapters.temporaries import keep_temporaries
 from kvstore.adapters.vllm.layout import Refused, describe
 from kvstore.adapters.vllm.messages import Answer, Hello, Orders
 from kvstore.adapters.vllm.options import Options, read_options
@@ -123,6 +124,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 raise Refused("device", str(device))
             if self._worker is not None:
                 self._worker.close()
+            if device.type == "cpu":
+                keep_temporaries()
             rank = self._vllm_config.parallel_config.rank
             self._worker = WorkerHalf(self._store, engine, tensors, rank)
             self._hello = Hello(engine)

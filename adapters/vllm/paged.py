@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import LayoutError
-from kvstore.kv import Array, Ready, Run
+from kvstore.kv import STRETCH_BYTES, Array, Ready, Run
 from kvstore.layout import BLOCK_TOKENS_MAX, PAYLOAD_TARGET, Layout
 
 
@@ -29,6 +29,11 @@ class PagePlane:
     array: Array
     base: int
     by_dim: bool
+
+    @property
+    def stop(self) -> int:
+        """Elements a token up to this plane's end."""
+        return self.base + int(self.array.shape[1] * self.array.shape[3])
 
 
 def page_planes(layout: Layout, layers: Sequence[tuple[Array, Array]], *, by_dim: bool) -> tuple[PagePlane, ...]:
@@ -81,6 +86,7 @@ class PagedKV:
     def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
         whole = self._whole(start, run)
+        told = 0
         for plane in self._planes:
             if whole is None:
                 for inside, outside in self._pieces(plane, start, run, 0):
@@ -89,6 +95,10 @@ class PagedKV:
                 np.copyto(_units(plane, run, self._page)[:, 0], plane.array[whole])
             else:
                 _units(plane, run, self._page)[...] = plane.array[whole]
+            stop = plane.stop * run.tokens * plane.array.dtype.itemsize
+            if ready is not None and stop - told >= STRETCH_BYTES:
+                told = stop
+                ready(stop)
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on. Raises LayoutError past the capacity."""

@@ -21,6 +21,7 @@ from kvstore.adapters.vllm.messages import Answer, Load, Measured, Orders, Save
 from kvstore.adapters.vllm.paged import PagedKV, PagePlane, page_planes
 from kvstore.adapters.vllm.paged_device import DevicePlane, PagedDeviceKV, device_planes
 from kvstore.adapters.vllm.spaces import Spaces
+from kvstore.background import step_back
 from kvstore.errors import KVStoreError
 from kvstore.events import Fault
 from kvstore.kv import Array, KVBuffer
@@ -43,7 +44,7 @@ class WorkerHalf:
         self._part = Part(0, rank)
         self._spaces = Spaces(store, engine)
         self._pages = _Pages(engine, tensors)
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save", initializer=step_back)
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="kvstore-load")
         self._saves: deque[tuple[frozenset[int], Future[None]]] = deque()
         self._later: dict[str, tuple[Load, Future[int]]] = {}

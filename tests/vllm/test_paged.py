@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import StoreMaker, tokens_of
 
+from kvstore.adapters.vllm import paged
 from kvstore.adapters.vllm.paged import PagedKV, block_tokens_for, page_planes
 from kvstore.errors import LayoutError
 from kvstore.kv import Run
@@ -138,3 +140,33 @@ def test_a_store_brings_pages_back_to_the_token(make_store: StoreMaker, by_dim: 
 )
 def test_a_block_is_whole_pages_of_about_four_mebibytes(page: int, token_bytes: int, expected: int) -> None:
     assert block_tokens_for(page, token_bytes) == expected
+
+
+@given(
+    tokens=st.integers(1, 16),
+    start=st.sampled_from([0, 4, 8]),
+    by_dim=st.booleans(),
+    scattered=st.booleans(),
+    stretch=st.integers(1, 400),
+)
+def test_a_gather_tells_only_of_bytes_that_are_whole(
+    tokens: int, start: int, by_dim: bool, scattered: bool, stretch: int
+) -> None:
+    source = pages(9, 4, by_dim=by_dim, seed=tokens)
+    blocks = [7, 2, 5, 0, 8, 1] if scattered else list(range(6))
+    size = layout(16).payload_bytes(tokens=tokens)
+    run, whole = (Run(np.zeros(size, np.uint8), 0, 0, 1, tokens, tokens) for _ in range(2))
+    buffer = PagedKV(page_planes(layout(16), source, by_dim=by_dim), blocks)
+    buffer.gather(start, whole)
+    told = [0]
+
+    def ready(stop: int) -> None:
+        assert told[-1] < stop <= size
+        assert np.array_equal(run.memory[:stop], whole.memory[:stop])
+        assert not run.memory[stop:].any()
+        told.append(stop)
+
+    with mock.patch.object(paged, "STRETCH_BYTES", stretch):
+        buffer.gather(start, run, ready)
+    assert np.array_equal(run.memory, whole.memory)
+    assert len(told) > 1 or stretch > size // 2
