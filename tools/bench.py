@@ -153,7 +153,7 @@ def vllm(
     path: FolderOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """First tokens of a vLLM engine from the store beside its own cache, and the cost of misses. Takes six minutes.
+    """First tokens of a vLLM engine from the store beside its own cache, and the cost of misses. Takes eight minutes.
 
     Needs vLLM: run it from the environment that `tools/test --vllm` makes.
 
