@@ -15,18 +15,19 @@ from kvstore.match import Match, Namespace
 from kvstore.store import Store
 from kvstore.tools.naming import Named, find_named, named, namespaces_for
 from kvstore.tools.standing import find_namespace, find_prefix
+from kvstore.tools.standins import Spell, whole
 from kvstore.verification import Report
 
 FIRST_TOKENS = 32
 
 
-def namespace_told(use: NamespaceUse) -> dict[str, Any]:
+def namespace_told(use: NamespaceUse, spell: Spell = whole) -> dict[str, Any]:
     """A namespace, and what it holds in each tier."""
     record = use.record
     return {
-        "root": record.root.hex(),
+        "root": spell(record.root),
         "label": record.label,
-        "salt": record.salt.hex(),
+        "salt": spell(record.salt),
         "created": record.created,
         "ttl": record.ttl,
         "block_tokens": use.layout.block_tokens,
@@ -47,9 +48,9 @@ def prefix_told(prefix: Prefix) -> dict[str, Any]:
     }
 
 
-def names(store: Store) -> dict[str, Any]:
+def names(store: Store, spell: Spell = whole) -> dict[str, Any]:
     """All named prefixes."""
-    return {"names": [one.to_dict() for one in named(store)]}
+    return {"names": [one.to_dict(spell) for one in named(store)]}
 
 
 def show(store: Store, space: Namespace, ids: Ids) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fastapi.security import HTTPBearer
 from kvstore.tools.guard import no_token
 from kvstore.tools.problems import Refused
 from kvstore.tools.service import Service
+from kvstore.tools.standins import Spell, whole
 
 _bearer = HTTPBearer(auto_error=False, description="What the server got by --token-file or KVSTORE_TOKEN.")
 
@@ -24,6 +25,10 @@ def _service(request: Request) -> Service:
 
 def _trusted(request: Request) -> bool:
     return bool(request.state.trusted)
+
+
+def _spell(request: Request) -> Spell:
+    return whole if request.state.trusted else _service(request).stand_ins
 
 
 def _needs_token(request: Request) -> None:
@@ -40,5 +45,7 @@ def _needs_token(request: Request) -> None:
 
 Behind: TypeAlias = Annotated[Service, Depends(_service)]
 Trusted: TypeAlias = Annotated[bool, Depends(_trusted)]
+Told: TypeAlias = Annotated[Spell, Depends(_spell)]
+"""How to tell keys, roots and digests of salts to who asks: whole to who has the token, to others by stand-ins."""
 WITH_TOKEN = [Depends(_needs_token), Security(_bearer)]
 """Dependencies of routes that change something, or tell what token ids a prompt has: these are as good as its text."""

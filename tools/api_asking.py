@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from kvstore.errors import NotFoundError
 from kvstore.tools import answers, naming
 from kvstore.tools import api_models as models
-from kvstore.tools.api_access import WITH_TOKEN, Behind
+from kvstore.tools.api_access import WITH_TOKEN, Behind, Told
 from kvstore.tools.api_changing import chosen
 from kvstore.tools.explaining import explain as find_out
 from kvstore.tools.geometry import geometry
@@ -56,6 +56,7 @@ async def explain(service: Behind, asked: models.ExplainAsked) -> dict[str, Any]
 @routes.get("/savings")
 async def savings(
     service: Behind,
+    told: Told,
     days: Annotated[int, Query(ge=0, le=36500, description="Days to look back, today included; 0 for all.")] = 30,
     namespace: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
     price: Annotated[float, Query(ge=0, le=1e9, description="Money a million input tokens.")] = 0.0,
@@ -67,7 +68,7 @@ async def savings(
 ) -> dict[str, Any]:
     """Tokens and seconds of prefill that were not repeated, by namespace and day, and what the store cost."""
     prices = Prices(price, cache_read, cache_write, ram_price, disk_price)
-    return await service.run(answer_savings, service.store, days, namespace, prices, prefill)
+    return await service.run(answer_savings, service.store, days, namespace, prices, prefill, told)
 
 
 @routes.post("/plan")

@@ -17,8 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 import kvstore
 from kvstore.tools import answers, attached
 from kvstore.tools import api_models as models
-from kvstore.tools.api_access import Behind, Trusted
-from kvstore.tools.catalogue import FIRST
+from kvstore.tools.api_access import Behind, Told, Trusted
 from kvstore.tools.problems import RESPONSES, Refused
 from kvstore.tools.service import Service, TooManyWatchers
 from kvstore.tools.tenants import quotas_told
@@ -52,19 +51,23 @@ async def stats(service: Behind) -> dict[str, Any]:
 
 
 @routes.get("/namespaces", response_model=models.NamespacesGiven)
-async def namespaces(service: Behind) -> dict[str, Any]:
+async def namespaces(service: Behind, told: Told) -> dict[str, Any]:
     """Namespaces, with what they hold in each tier."""
     found = await service.run(service.store.namespaces)
-    return {"namespaces": [answers.namespace_told(use) for use in found]}
+    return {"namespaces": [answers.namespace_told(use, told) for use in found]}
 
 
 @routes.get("/prefixes", response_model=models.PrefixesGiven)
 async def prefixes(
     service: Behind,
-    trusted: Trusted,
+    told: Told,
     sort: Literal["biggest", "hottest", "coldest"] = "hottest",
-    search: Annotated[str, Query(max_length=64, description="A part of a label or a name, or a key's beginning.")] = "",
-    namespace: Annotated[models.Root | None, Query(description="Only of the namespace with this root.")] = None,
+    search: Annotated[
+        str, Query(max_length=64, description="A part of a label or a name; with the token also a key's beginning.")
+    ] = "",
+    namespace: Annotated[
+        models.Root | None, Query(description="Only of the namespace with this root, as it was told.")
+    ] = None,
     offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     limit: Annotated[int, Query(ge=1, le=200)] = 20,
 ) -> dict[str, Any]:
@@ -73,23 +76,23 @@ async def prefixes(
         service.catalogue.page,
         sort=sort,
         search=search,
-        namespace=None if namespace is None else bytes.fromhex(namespace),
+        namespace=namespace,
         offset=offset,
         limit=limit,
-        most_tokens=FIRST if trusted else 0,
+        spell=told,
     )
 
 
 @routes.get("/names", response_model=models.NamesGiven)
-async def names(service: Behind) -> dict[str, Any]:
+async def names(service: Behind, told: Told) -> dict[str, Any]:
     """Named prefixes: how much of each is still stored, and until when it is pinned."""
-    return await service.run(answers.names, service.store)
+    return await service.run(answers.names, service.store, told)
 
 
 @routes.get("/quotas", response_model=models.QuotasGiven)
-async def quotas(service: Behind) -> dict[str, Any]:
+async def quotas(service: Behind, told: Told) -> dict[str, Any]:
     """Quotas by salt and tier, and what is held of each."""
-    return {"quotas": await service.run(quotas_told, service.store, None)}
+    return {"quotas": await service.run(quotas_told, service.store, None, told)}
 
 
 @routes.get("/processes", response_model=models.ProcessesGiven)

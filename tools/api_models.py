@@ -37,7 +37,7 @@ Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=T
 Config = Annotated[dict[str, Any], AfterValidator(_fathomable)]
 Text = Annotated[str, Field(min_length=1, max_length=NAME_MOST)]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{6,64}$", description="The beginning of a key, in hexadecimal digits.")]
-Root = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Root = Annotated[str, Field(pattern="^([0-9a-f]{64}|~[0-9a-f]{11})$")]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
@@ -225,7 +225,7 @@ class Usage(Given):
 
 
 class NamespaceGiven(Given):
-    """A layout under a salt. salt: its digest."""
+    """A layout under a salt. salt: its digest. Without the token root and salt are stand-ins, which begin with ~."""
 
     root: str
     label: str
@@ -253,7 +253,10 @@ class NameOf(Given):
 
 
 class PrefixGiven(Given):
-    """A stored sequence that no other one continues. first_tokens: only for who has the token."""
+    """A stored sequence that no other one continues. first_tokens: only for who has the token.
+
+    Without the token key and namespace are stand-ins, which begin with ~: from a key prompts can be guessed.
+    """
 
     key: str
     namespace: str
@@ -276,7 +279,7 @@ class PrefixesGiven(Given):
 
 
 class NamedGiven(Given):
-    """A named prefix, and what is stored of it."""
+    """A named prefix, and what is stored of it. namespace: its root; without the token a stand-in."""
 
     name: str
     namespace: str
@@ -357,7 +360,7 @@ class JobsGiven(Given):
 
 
 class QuotaGiven(Given):
-    """What a salt, by its digest, may hold in a tier, and holds."""
+    """What a salt, by its digest, may hold in a tier, and holds. Without the token it is told by a stand-in."""
 
     salt: str
     labels: str

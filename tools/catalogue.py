@@ -20,6 +20,7 @@ from kvstore.records import OUTLINE, outline
 from kvstore.store import Store
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.tools.standins import Spell, whole
 from kvstore.transaction import Database
 
 Sort: TypeAlias = Literal["biggest", "hottest", "coldest"]
@@ -84,15 +85,15 @@ class Catalogue:
             self._lock.release()
 
     def page(
-        self, *, sort: Sort, search: str, namespace: bytes | None, offset: int, limit: int, most_tokens: int = FIRST
+        self, *, sort: Sort, search: str, namespace: str | None, offset: int, limit: int, spell: Spell = whole
     ) -> dict[str, Any]:
-        """Some sequences. search: the beginning of a key, or a part of a label or of a name.
+        """Some sequences. search: a part of a label or of a name, or the beginning of a key. namespace: a root.
 
-        most_tokens: how many of a sequence's first tokens may be told.
+        spell: how keys and roots are told, and asked for; unless they are told whole, no tokens are.
         """
         found = self.listing()
         pinned = _names(self._store)
-        chosen = np.flatnonzero(_fits(found, search, namespace, pinned))
+        chosen = np.flatnonzero(_fits(found, search, namespace, pinned, spell))
         order = {"biggest": -found.length, "hottest": found.idle, "coldest": -found.idle}[sort]
         chosen = chosen[np.argsort(order[chosen], kind="stable")]
         shown = chosen[offset : offset + limit]
@@ -100,13 +101,13 @@ class Catalogue:
         heads, blocks = _walked(found, shown, pinned, named)
         rows = []
         for row, leaf in enumerate(shown.tolist()):
-            use, key = found.uses[int(found.space[leaf])], found.key[leaf].tobytes().hex()
+            use, key = found.uses[int(found.space[leaf])], spell(found.key[leaf].tobytes())
             head = int(heads[row])
-            count = min(int(found.length[leaf]), FIRST, most_tokens) if head >= 0 else 0
+            count = min(int(found.length[leaf]), FIRST) if head >= 0 and spell is whole else 0
             rows.append(
                 {
                     "key": key,
-                    "namespace": use.record.root.hex(),
+                    "namespace": spell(use.record.root),
                     "label": use.record.label,
                     "tokens": int(found.length[leaf]),
                     "bytes": int(found.length[leaf]) * use.layout.token_bytes(),
@@ -216,25 +217,25 @@ def _walked(found: Listing, shown: _Array, pinned: _Names, named: dict[int, list
     return heads, blocks
 
 
-def _fits(found: Listing, search: str, namespace: bytes | None, pinned: _Names) -> _Array:
+def _fits(found: Listing, search: str, namespace: str | None, pinned: _Names, spell: Spell) -> _Array:
     fits = np.ones(len(found.leaf), np.bool_)
     if namespace is not None:
-        chosen = [at for at, use in enumerate(found.uses) if use.record.root == namespace]
+        chosen = [at for at, use in enumerate(found.uses) if spell(use.record.root) == namespace]
         fits &= np.isin(found.space, chosen)
     if search:
         words = search.lower()
         labels = [at for at, use in enumerate(found.uses) if words in use.record.label.lower()]
         matching = np.isin(found.space, labels)
         short = found.short[found.leaf]
-        for low, high in _ranges(words, pinned):
+        for low, high in _ranges(words, pinned, spell is whole):
             matching |= (short >= np.uint64(low)) & (short <= np.uint64(high))
         fits &= matching
     return fits
 
 
-def _ranges(words: str, pinned: _Names) -> Iterator[tuple[int, int]]:
+def _ranges(words: str, pinned: _Names, by_key: bool) -> Iterator[tuple[int, int]]:
     """Ranges of keys' beginnings that a search may mean: a key's first digits, and keys of names."""
-    if set(words) <= _HEX:
+    if by_key and set(words) <= _HEX:
         digits = words[:16]
         yield int(digits.ljust(16, "0"), 16), int(digits.ljust(16, "f"), 16)
     for key, names in pinned.items():

@@ -20,9 +20,9 @@ from kvstore.events import LOAD_BOUNDS_US, Cause
 from kvstore.rescan import unwritten
 from kvstore.statistics import Stats, by_middle
 from kvstore.store import Store
+from kvstore.tools.standins import stand_ins
 
 PORT = 9464
-SALT_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,13 @@ def _of_tiers(stats: Stats) -> Iterator[Metric]:
 
 
 def _of_quotas(store: Store) -> Iterator[Metric]:
-    """Quotas and what is used of them. salt: the beginning of its digest."""
+    """Quotas and what is used of them. salt: what stands in for its digest."""
     limit = GaugeMetricFamily("kvstore_quota_bytes", "What a salt may hold in a tier.", labels=("tier", "salt"))
     held = GaugeMetricFamily("kvstore_quota_used_bytes", "What it holds.", labels=("tier", "salt"))
+    spell = stand_ins(store)
     for one in store.quotas():
-        limit.add_metric((one.tier, one.salt.hex()[:SALT_DIGITS]), one.limit)
-        held.add_metric((one.tier, one.salt.hex()[:SALT_DIGITS]), one.used)
+        limit.add_metric((one.tier, spell(one.salt)), one.limit)
+        held.add_metric((one.tier, spell(one.salt)), one.used)
     yield limit
     yield held
 

@@ -21,6 +21,7 @@ from kvstore.records import NameRecord
 from kvstore.store import Store
 from kvstore.tools.prompts import Tokens, read_prompt
 from kvstore.tools.standing import ID_DIGITS, find_namespace, find_prefix
+from kvstore.tools.standins import Spell, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class Named:
         """Whether its blocks are kept from eviction now."""
         return self.record.pinned and (not self.record.expires or self.record.expires > time.time())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, spell: Spell = whole) -> dict[str, Any]:
         """Plain values."""
         record = self.record
         return {
             "name": self.name,
-            "namespace": record.root.hex(),
+            "namespace": spell(record.root),
             "label": self.label,
             "tokens": self.tokens,
             "stored": self.stored,

@@ -21,6 +21,7 @@ from kvstore.statistics import Stats
 from kvstore.store import Store
 from kvstore.tools import remote, terminal
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
+from kvstore.tools.standins import Spell, whole
 from kvstore.tools.worth import Prices, Worth, measured_rate, storage, total, worth
 
 
@@ -76,11 +77,13 @@ def savings(
         _show(told, prices)
 
 
-def answer(store: Store, days: int, namespace: str | None, prices: Prices, prefill: float | None) -> dict[str, Any]:
+def answer(
+    store: Store, days: int, namespace: str | None, prices: Prices, prefill: float | None, spell: Spell = whole
+) -> dict[str, Any]:
     """What the last days were worth, as plain values. Raises NotFoundError, AmbiguousError."""
-    root = find_namespace(store, namespace).record.root if namespace is not None else None
+    root = find_namespace(store, namespace, spell).record.root if namespace is not None else None
     lines = judged(store.days(), store.namespaces(), prices, prefill, root, _first(days))
-    return _told(lines, store.stats(), prices)
+    return _told(lines, store.stats(), prices, spell)
 
 
 def judged(
@@ -103,7 +106,9 @@ def judged(
         use = by_root.get(one)
         rate = prefill or measured_rate(whole[one])
         token_bytes = _token_bytes(use) if use is not None else None
-        lines.append(Line(number, one, _label(one, use), worth(day, token_bytes, rate, prices)))
+        lines.append(
+            Line(number, one, use.record.label if use is not None else "", worth(day, token_bytes, rate, prices))
+        )
     return lines
 
 
@@ -116,24 +121,27 @@ def _token_bytes(use: NamespaceUse) -> int:
     return sum(layout.token_bytes(part.group) for part in layout.parts())
 
 
-def _label(root: bytes, use: NamespaceUse | None) -> str:
-    if root == OTHERS:
-        return "(others)"
-    return (use.record.label if use is not None else "") or root.hex()[:ID_DIGITS]
+def _label(line: Line, spell: Spell) -> str:
+    return "(others)" if line.root == OTHERS else line.label or spell(line.root)[:ID_DIGITS]
 
 
 def _date(day: int) -> str:
     return datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat()
 
 
-def _told(lines: list[Line], stats: Stats, prices: Prices) -> dict[str, Any]:
+def _told(lines: list[Line], stats: Stats, prices: Prices, spell: Spell) -> dict[str, Any]:
     allocated = {tier.name: tier.allocated_bytes for tier in stats.tiers}
     span = max((line.day for line in lines), default=0) - min((line.day for line in lines), default=0) + 1
     kept = storage(allocated, span if lines else 0, prices)
     whole = total([line.worth for line in lines])
     return {
         "days": [
-            {"day": _date(line.day), "namespace": line.root.hex(), "label": line.label, **line.worth.to_dict()}
+            {
+                "day": _date(line.day),
+                "namespace": spell(line.root),
+                "label": _label(line, spell),
+                **line.worth.to_dict(),
+            }
             for line in lines
         ],
         "total": whole.to_dict(),

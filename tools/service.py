@@ -27,6 +27,7 @@ from kvstore.store import Store
 from kvstore.tools.catalogue import Catalogue
 from kvstore.tools.jobs import Jobs
 from kvstore.tools.metrics import store_registry
+from kvstore.tools.standins import stand_ins
 from kvstore.tools.watching import Interval, between, pressure
 
 P = ParamSpec("P")
@@ -98,6 +99,7 @@ class Service:
     def __init__(self, store: Store, *, read_only: bool, every: float = EVERY_S) -> None:
         self.store = store
         self.read_only = read_only
+        self.stand_ins = stand_ins(store)
         self.catalogue = Catalogue(store)
         self.metrics = store_registry(store)
         self.jobs = Jobs({"verify": 1, "prefetch": 4})

@@ -12,6 +12,7 @@ from kvstore.statistics import Stats, by_middle
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
 from kvstore.tools.standing import ID_DIGITS, find_namespace, reading, standing_store
+from kvstore.tools.standins import MARK
 
 SHOWN_TOKENS = 8
 CAUSES = {
@@ -180,6 +181,8 @@ def _show_prefixes(told: dict[str, Any]) -> None:
     columns = ("key", "tokens", "blocks", "used", "first tokens")
     title = f"{use['label'] or use['root'][:ID_DIGITS]}: {total} sequences"
     terminal.console().print(terminal.table(title, columns, rows, right=(1, 3)))
+    if any(one["key"].startswith(MARK) for one in shown):
+        terminal.say(f"Keys are told only with the token: what begins with {MARK} stands in for them.")
     if total > len(shown):
         terminal.say(f"{total - len(shown)} more: --limit 0 shows all")
 

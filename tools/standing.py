@@ -25,6 +25,7 @@ from kvstore.store import Store
 from kvstore.tiers import segments
 from kvstore.tiers.opening import SUPERBLOCK, Superblock
 from kvstore.tools import terminal
+from kvstore.tools.standins import Spell, whole
 from kvstore.transaction import Database
 
 _PARENT, _SHORT = slice(12, 20), 8
@@ -86,17 +87,17 @@ def _budget(directory: Path, durable: bool) -> int | None:
         index.close()
 
 
-def find_namespace(store: Store, name: str) -> NamespaceUse:
-    """The namespace with a label, or whose root begins with ``name``. Raises NotFoundError, AmbiguousError."""
+def find_namespace(store: Store, name: str, spell: Spell = whole) -> NamespaceUse:
+    """The namespace with a label, or whose root as told begins with ``name``. Raises NotFoundError, AmbiguousError."""
     known = store.namespaces()
     found = [use for use in known if use.record.label == name] or [
-        use for use in known if name and use.record.root.hex().startswith(name.lower())
+        use for use in known if name and spell(use.record.root).startswith(name.lower())
     ]
     if not found:
-        names = ", ".join(sorted({use.record.label or use.record.root.hex()[:ID_DIGITS] for use in known})) or "none"
+        names = ", ".join(sorted({use.record.label or spell(use.record.root)[:ID_DIGITS] for use in known})) or "none"
         raise NotFoundError(f"the store has no namespace {name!r}", f"it has: {names}")
     if len(found) > 1:
-        roots = ", ".join(use.record.root.hex()[:ID_DIGITS] for use in found)
+        roots = ", ".join(spell(use.record.root)[:ID_DIGITS] for use in found)
         raise AmbiguousError(f"{name!r} names {len(found)} namespaces", f"use the beginning of a root: {roots}")
     return found[0]
 

@@ -15,6 +15,7 @@ from kvstore.store import Store
 from kvstore.tools import terminal
 from kvstore.tools.answers import namespace_told
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
+from kvstore.tools.standins import Spell, whole
 
 OFF = "off"
 
@@ -125,17 +126,17 @@ def _limit(text: str | None) -> int | EllipsisType | None:
     return None if text.lower() == OFF else parse_size(text)
 
 
-def quotas_told(store: Store, salt: str | None) -> list[dict[str, Any]]:
+def quotas_told(store: Store, salt: str | None, spell: Spell = whole) -> list[dict[str, Any]]:
     """Quotas with what is held of each, all or those of one salt. Raises NotFoundError."""
     labels: dict[bytes, list[str]] = {}
     for use in store.namespaces():
-        labels.setdefault(use.record.salt, []).append(use.record.label or use.record.root.hex()[:ID_DIGITS])
+        labels.setdefault(use.record.salt, []).append(use.record.label or spell(use.record.root)[:ID_DIGITS])
     wanted = salt_digest(salt) if salt is not None else None
     if wanted is not None and wanted not in labels and not any(use.salt == wanted for use in store.quotas()):
         raise NotFoundError(f"nothing is stored under the salt {salt!r}, and it has no quota", "check the salt")
     return [
         {
-            "salt": use.salt.hex(),
+            "salt": spell(use.salt),
             "labels": ", ".join(labels.get(use.salt, [])),
             "tier": use.tier,
             "limit_bytes": use.limit,

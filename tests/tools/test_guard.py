@@ -14,16 +14,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import kvstore
+from kvstore.kv import HostKV
+
 pytest.importorskip("fastapi")
-from made import filled
+from made import LAYOUT, filled
 from served import TOKEN, Served, serving
 
 from kvstore.errors import KVStoreError, SettingsError
+from kvstore.records import Entry
 from kvstore.tools import connections, guard, service
 from kvstore.tools.guard import Rules, is_loopback, rules_for
 from kvstore.tools.token_file import read_token
+from kvstore.transaction import Database
 
 CHANGES = [("POST", f"/v1/{name}") for name in ("pin", "unpin", "evict", "prefetch", "verify", "show", "explain")]
 CHANGES += [("GET", "/v1/jobs"), ("GET", "/v1/jobs/0123456789abcdef"), ("DELETE", "/v1/jobs/0123456789abcdef")]
@@ -383,3 +389,100 @@ def test_a_thousand_streams_are_refused_and_the_server_goes_on(served: Served) -
 def test_bounds_are_those_that_the_documentation_tells() -> None:
     assert (guard.BODY_BYTES, guard.TOKENS_BYTES, guard.BODY_S, guard.REQUEST_S) == (256 << 10, 4 << 20, 10, 60)
     assert (connections.CONNECTIONS, service.WATCHERS) == (128, 16)
+
+
+# -------------------------------------------------------------------- what may be guessed from it
+
+
+def digests(served: Served) -> set[str]:
+    """The beginnings of every key, root and digest of a salt of a store."""
+    found = set()
+    for tier in served.store._core.tiers:
+        with tier.index.read() as txn:
+            found |= {Entry.unpack(raw).key for _, raw in txn.scan(Database.BLOCKS)}
+    for use in served.store.namespaces():
+        found |= {use.record.root, use.record.salt}
+    return {digest.hex()[:8] for digest in found if digest}
+
+
+@pytest.fixture
+def guessable(made: Any) -> Iterator[Served]:
+    """With whatever may be told by a digest: a quota, days, a namespace without a label."""
+    with kvstore.open(made.path, ram="8MiB", nvme="16MiB") as store:
+        space = store.namespace(made.layout)
+        store.save(space, range(40), HostKV.stacked(made.layout, np.zeros((2, 2, 2, 40, 16), np.uint32)))
+        store.load(store.match(space, range(40)), HostKV.stacked(made.layout, np.zeros((2, 2, 2, 40, 16), np.uint32)))
+        store.pin("short", space, range(16))
+        store.set_quota("first", ram=1 << 20)
+    with serving(made.path) as server:
+        yield server
+
+
+def test_no_answer_without_the_token_holds_what_a_prompt_could_be_guessed_from(guessable: Served) -> None:
+    served = guessable
+    paths = [path for path, of in served.get("/openapi.json")["paths"].items() if "get" in of and "{" not in path]
+    assert {"/v1/prefixes", "/v1/names", "/v1/savings", "/v1/quotas", "/metrics", "/v1/events"} <= set(paths)
+    paths += ["/v1/savings?namespace=x", "/v1/prefixes?sort=biggest&search=first", "/openapi.json", "/"]
+    beginnings = digests(served)
+    told_to_who_has_it = ""
+    for path in paths:
+        asked = f"{path}?most=2" if path == "/v1/events" else path
+        with_it, without = served.ask("GET", asked), served.ask("GET", asked, token=None)
+        told_to_who_has_it += with_it.body.decode()
+        leaked = {one for one in beginnings if one in without.body.decode()}
+        assert not leaked, (asked, without.body)
+    assert sum(one in told_to_who_has_it for one in beginnings) >= 8, "the test looks for what there is"
+
+
+def test_without_the_token_nobody_can_ask_whether_a_guess_is_right(guessable: Served) -> None:
+    served = guessable
+    for one in served.get("/v1/prefixes?limit=200")["prefixes"]:
+        for digits in (12, 16, 64):
+            by_key = f"/v1/prefixes?search={one['key'][:digits]}"
+            assert served.get(by_key)["total"] == 1
+            assert served.get(by_key, token=None)["total"] == 0
+        by_root = f"/v1/prefixes?namespace={one['namespace']}"
+        assert served.get(by_root)["total"] > 0
+        assert served.get(by_root, token=None)["total"] == 0
+        asked = f"/v1/savings?namespace={one['namespace'][:12]}"
+        assert (served.ask("GET", asked).status, served.ask("GET", asked, token=None).status) == (200, 404)
+
+
+def test_stand_ins_tell_apart_and_can_be_asked_for(guessable: Served) -> None:
+    served = guessable
+    for path, rows, field in (
+        ("/v1/prefixes?limit=200", "prefixes", "key"),
+        ("/v1/namespaces", "namespaces", "root"),
+        ("/v1/namespaces", "namespaces", "salt"),
+        ("/v1/names", "names", "namespace"),
+        ("/v1/quotas", "quotas", "salt"),
+    ):
+        told = [one[field] for one in served.get(path)[rows]]
+        without = [one[field] for one in served.get(path, token=None)[rows]]
+        assert len(set(zip(told, without, strict=True))) == len(set(told)) == len(set(without))
+        assert all(not one or re.fullmatch("~[0-9a-f]{11}", one) for one in without)
+        assert without == [one[field] for one in served.get(path, token=None)[rows]]
+    for one in served.get("/v1/namespaces", token=None)["namespaces"]:
+        found = served.get(f"/v1/prefixes?namespace={one['root']}", token=None)["prefixes"]
+        assert found
+        assert {prefix["namespace"] for prefix in found} == {one["root"]}
+        assert served.ask("GET", f"/v1/savings?namespace={one['root']}", token=None).status == 200
+
+
+def test_the_twelve_digits_that_listings_print_name_a_prefix_wherever_one_is_asked_for(guessable: Served) -> None:
+    served = guessable
+    for one in served.get("/v1/prefixes?limit=200")["prefixes"]:
+        key = one["key"][:12]
+        assert served.post("/v1/show", {"key": key})["tokens"] == one["tokens"]
+        assert served.post("/v1/pin", {"key": key, "pin_as": key})["tokens"] == one["tokens"]
+        served.post("/v1/unpin", {"name": key})
+        would = served.post("/v1/evict", {"namespace": one["namespace"], "prefix": key})
+        assert sum(would["blocks"].values()) > 0
+    (label,) = {one["label"] for one in served.get("/v1/namespaces")["namespaces"]} & {"second"}
+    for number in range(40):
+        space = served.store.namespace(LAYOUT, salt="second", label="second")
+        kv = HostKV.stacked(LAYOUT, np.zeros((2, 2, 2, 1, 16), np.uint32))
+        served.store.save(space, [10_000 + number], kv)
+    found = [served.ask("POST", "/v1/evict", {"namespace": label, "prefix": digit}) for digit in "0123456789abcdef"]
+    assert {one.status for one in found} <= {200, 404, 409}
+    assert any(one.status == 409 and "use more digits" in one.told["remedy"] for one in found)
