@@ -51,6 +51,7 @@ def application(store: Store, rules: Rules, *, every: float = EVERY_S) -> Guard:
         title="kvstore",
         version=kvstore.__version__,
         description=DESCRIPTION,
+        redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,

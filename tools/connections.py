@@ -7,15 +7,24 @@ Must not know what is asked for.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvstore.tools import problems
+from kvstore.tools.sealing import HEADERS
 
 CONNECTIONS = 128
 """At once; further ones are closed unheard."""
 HEAD_S = 10.0
 UNREAD_S = 10.0
+UNREAD_BYTES = 8 << 10
+"""Of an answer, a client fetches as much within `UNREAD_S`, or the rest of it."""
 HEAD_BYTES = 16 << 10
 
 
@@ -24,6 +33,7 @@ class Connection(H11Protocol):
 
     _head: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    _left = 0
 
     def connection_made(self, transport: Any) -> None:
         """Refused past `CONNECTIONS`."""
@@ -43,7 +53,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The first bytes of a head begin its time."""
+        """The first bytes of a head begin its time; who asks anew has fetched what there was."""
+        if not self.transport.get_write_buffer_size():
+            self._unread = _off(self._unread)
         if self._head is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
         super().data_received(data)
@@ -55,22 +67,56 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             self._head = _off(self._head)
 
+    def send_400_response(self, msg: str) -> None:
+        """What could not be read, told as every other problem is."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is on its way already
+            self.transport.close()
+            return
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        told = problems.of_unreadable(status)
+        headers = [*told.raw_headers, *HEADERS.items(), (b"connection", b"close")]
+        answer = (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=bytes(told.body)),
+            h11.EndOfMessage(),
+        )
+        for event in answer:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def on_response_complete(self) -> None:
         """What was written must be fetched."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size() and self._unread is None:
-            self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._await_fetched()
 
     def pause_writing(self) -> None:
         """The client does not read: give it a while."""
         super().pause_writing()
-        if self._unread is None:
-            self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._await_fetched()
 
     def resume_writing(self) -> None:
         """It reads."""
         super().resume_writing()
         self._unread = _off(self._unread)
+
+    def _await_fetched(self) -> None:
+        self._left = self._unfetched()
+        if self.transport.get_write_buffer_size() and self._unread is None:
+            self._unread = self.loop.call_later(UNREAD_S, self._look_whether_fetched)
+
+    def _look_whether_fetched(self) -> None:
+        """Nothing tells when the last of an answer has been fetched, so this is looked at."""
+        self._unread = None
+        if self.transport.get_write_buffer_size() and self._unfetched() > self._left - UNREAD_BYTES:
+            self.transport.abort()
+        else:
+            self._await_fetched()
+
+    def _unfetched(self) -> int:
+        """Bytes that the client has not got yet, those in the kernel included, which takes them by the megabyte."""
+        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _await_head(self) -> None:
         _off(self._head)

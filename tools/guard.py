@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from kvstore.errors import SettingsError
 from kvstore.tools import problems
 from kvstore.tools.connections import HEAD_BYTES
 from kvstore.tools.problems import Refused
+from kvstore.tools.sealing import is_api, seal
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -35,28 +36,6 @@ REQUEST_S = 60.0
 STREAM = "/v1/events"
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """Beside the page's own files: what tells nothing of the store's content."""
-
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
-HEADERS: Mapping[bytes, bytes] = {
-    b"content-security-policy": POLICY.encode(),
-    b"x-content-type-options": b"nosniff",
-    b"x-frame-options": b"DENY",
-    b"referrer-policy": b"no-referrer",
-    b"cross-origin-opener-policy": b"same-origin",
-    b"cross-origin-resource-policy": b"same-origin",
-    b"permissions-policy": b"camera=(), geolocation=(), microphone=()",
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                _seal(scope["path"], message)
+                seal(scope["path"], message)
             await send(message)
 
         try:
@@ -133,6 +112,10 @@ class Guard:
                 remedy = "what it changes goes on: look again in a moment, or ask for less"
                 told = problems.answer(504, "late", "the answer took longer than this server waits", remedy)
                 await told(scope, receive, sealed)
+        except Exception:
+            if not started:
+                await problems.of_fault()(scope, receive, sealed)
+            raise
 
     def _admit(self, scope: Scope) -> None:
         headers = _headers(scope)
@@ -149,7 +132,7 @@ class Guard:
         origin = headers.get(b"origin")
         foreign = origin is not None and origin.decode("latin-1").partition("://")[2] != host
         site = headers.get(b"sec-fetch-site", b"none")
-        if foreign or (site not in (b"none", b"same-origin") and _is_api(scope["path"])):
+        if foreign or (site not in (b"none", b"same-origin") and is_api(scope["path"])):
             raise Refused(
                 403,
                 "origin",
@@ -158,7 +141,7 @@ class Guard:
             )
         trusted = self._trusted(headers.get(b"authorization"))
         scope.setdefault("state", {})["trusted"] = trusted
-        if self._rules.closed and not trusted and _is_api(scope["path"]) and scope["path"] not in OPEN_PATHS:
+        if self._rules.closed and not trusted and is_api(scope["path"]) and scope["path"] not in OPEN_PATHS:
             raise no_token()
 
     def _trusted(self, given: bytes | None) -> bool:
@@ -170,7 +153,7 @@ class Guard:
                 401,
                 "unauthorized",
                 "this is not the token" if self._rules.token else "this server has no token",
-                "send Authorization: Bearer TOKEN with what the server was given",
+                "send Authorization: Bearer TOKEN, with the token that the server was started with",
                 {"WWW-Authenticate": "Bearer"},
             )
         return True
@@ -220,7 +203,7 @@ def no_token() -> Refused:
         401,
         "unauthorized",
         "this call needs the token",
-        "send Authorization: Bearer TOKEN; the server gets it by --token-file or KVSTORE_TOKEN",
+        "send Authorization: Bearer TOKEN, with the token that the server was started with",
         {"WWW-Authenticate": "Bearer"},
     )
 
@@ -238,19 +221,6 @@ def _name(host: str) -> str:
     """The name in a Host header, without a port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
-
-
-def _is_api(path: str) -> bool:
-    return path.startswith(("/v1/", "/metrics"))
-
-
-def _seal(path: str, message: Message) -> None:
-    """Put the headers on that every answer has."""
-    known = {name.lower() for name, _ in message["headers"]}
-    more = dict(HEADERS)
-    if _is_api(path):
-        more[b"cache-control"] = b"no-store"
-    message["headers"] = [*message["headers"], *((name, value) for name, value in more.items() if name not in known)]
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
