@@ -15,7 +15,7 @@ from kvstore.tools.problems import Refused
 from kvstore.tools.service import Service
 from kvstore.tools.standins import Spell, whole
 
-_bearer = HTTPBearer(auto_error=False, description="What the server got by --token-file or KVSTORE_TOKEN.")
+_bearer = HTTPBearer(auto_error=False, description="The token that the server was started with.")
 
 
 def _service(request: Request) -> Service:
@@ -37,7 +37,7 @@ def _needs_token(request: Request) -> None:
             403,
             "read-only",
             "this server has no token, so it changes nothing and tells no token ids",
-            "start it with --token-file, or with KVSTORE_TOKEN set",
+            "whoever runs the server can start it with a token",
         )
     if not request.state.trusted:
         raise no_token()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvstore.errors import BusyError, KVStoreError, NotFoundError
+from kvstore.tools.wording import for_api
 
 KEPT = 64
 """Jobs that are remembered after their end."""
@@ -107,7 +108,7 @@ class Jobs:
         except Cancelled:
             job.state = "cancelled"
         except KVStoreError as error:
-            job.state, job.problem = "failed", str(error)
+            job.state, job.problem = "failed", for_api(str(error))
         except Exception as error:  # noqa: BLE001  nobody waits for it, so it is told here
             job.state, job.problem = "failed", repr(error)
         finally:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from kvstore import errors
 from kvstore.errors import KVStoreError
+from kvstore.tools.wording import COMMAND_LINE, READER, for_api
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:kvstore:problem:"
@@ -102,17 +103,33 @@ def answer(
     return JSONResponse(told.model_dump(), status, dict(headers or {}), MEDIA_TYPE)
 
 
-def of_error(error: KVStoreError) -> JSONResponse:
-    """The response for an error of the store."""
+def of_error(error: KVStoreError, as_command: bool = False) -> JSONResponse:
+    """The response for an error of the store. as_command: in the words of the command line."""
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     name = type(error).__name__.removesuffix("Error")
     kind = "".join(f"-{one.lower()}" if one.isupper() else one for one in name).lstrip("-")
-    return answer(status, kind, error.problem, error.remedy)
+    detail, remedy = error.problem, error.remedy
+    if not as_command:
+        detail, remedy = for_api(detail), for_api(remedy)
+    return answer(status, kind, detail, remedy)
 
 
 def of_refusal(refused: Refused) -> JSONResponse:
     """The response for a refusal."""
     return answer(refused.status, refused.kind, refused.detail, refused.remedy, headers=refused.headers)
+
+
+def of_fault() -> JSONResponse:
+    """The response for a mistake of this server's own."""
+    remedy = "the server's log has more; POST /v1/verify tells whether the store is well"
+    return answer(500, "fault", "this server failed", remedy)
+
+
+def of_unreadable(status: int) -> JSONResponse:
+    """The response for bytes that are no request. status: 400, or what the parser takes it for."""
+    return answer(
+        status, "not-http", "this is not an HTTP request that can be read", "send HTTP/1.1, as any client does"
+    )
 
 
 def install(app: FastAPI) -> None:
@@ -127,7 +144,7 @@ def install(app: FastAPI) -> None:
 
 async def _store_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KVStoreError)
-    return of_error(error)
+    return of_error(error, request.headers.get(READER) == COMMAND_LINE)
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -167,5 +184,4 @@ async def _late(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _fault(request: Request, error: Exception) -> JSONResponse:
-    remedy = "the server's log has more; kvstore verify tells whether the store is well"
-    return answer(500, "fault", f"this server failed: {type(error).__name__}", remedy)
+    return of_fault()

@@ -108,6 +108,8 @@ def find_prefix(store: Store, use: NamespaceUse, name: str) -> Match:
     Raises NotFoundError, AmbiguousError, TokenError.
     """
     space = Namespace(use.layout, use.record.root, use.record)
+    if not name.strip(", "):
+        raise TokenError("an empty prefix names nothing", "write its first tokens, or the beginning of its key")
     if "," in name:
         tokens = _tokens(name)
         match = store.match(space, tokens)
@@ -150,6 +152,4 @@ def _tokens(text: str) -> Tokens:
     try:
         return as_tokens([int(number) for number in text.split(",") if number.strip()])
     except ValueError as error:
-        raise TokenError(
-            f"{text!r} is not a list of token ids", "write them as kvstore ls shows them: 1,2,3"
-        ) from error
+        raise TokenError(f"{text!r} is not a list of token ids", "write them with commas: 1,2,3") from error
