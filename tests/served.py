@@ -64,7 +64,7 @@ class Served:
             got = line.getresponse()
             read = got.read()
             kind = got.headers.get("content-type", "")
-            told = json.loads(read) if "json" in kind else None
+            told = json.loads(read) if read and "json" in kind else None
             return Answer(got.status, {name.lower(): value for name, value in got.headers.items()}, read, told)
 
     def get(self, path: str, **headers: Any) -> Any:

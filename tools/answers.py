@@ -10,15 +10,18 @@ from typing import Any
 
 from kvstore.errors import NotFoundError, SettingsError
 from kvstore.identity import Tokens as Ids
+from kvstore.identity import salt_digest
 from kvstore.listing import NamespaceUse, Prefix
 from kvstore.match import Match, Namespace
+from kvstore.sizes import parse_size
 from kvstore.store import Store
 from kvstore.tools.naming import Named, find_named, named, namespaces_for
-from kvstore.tools.standing import find_namespace, find_prefix
+from kvstore.tools.standing import ID_DIGITS, find_namespace, find_prefix
 from kvstore.tools.standins import Spell, whole
 from kvstore.verification import Report
 
 FIRST_TOKENS = 32
+OFF = "off"
 
 
 def namespace_told(use: NamespaceUse, spell: Spell = whole) -> dict[str, Any]:
@@ -137,6 +140,63 @@ def evict(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = F
     return counts
 
 
+def set_quota(store: Store, salt: str, ram: str | None, nvme: str | None, dry_run: bool) -> dict[str, Any]:
+    """What a salt may hold, and the blocks evicted to come down to it; with no tier named, only told.
+
+    ram, nvme: a size, ``off`` for none, None for what there is. Raises SettingsError, NotFoundError.
+    """
+    limits = {tier: _limit(text) for tier, text in (("ram", ram), ("nvme", nvme)) if text is not None}
+    evicted = store.set_quota(salt, **limits, dry_run=dry_run) if limits else {}
+    changed = bool(limits) and not dry_run
+    own = salt_digest(salt).hex()
+    found = quotas_told(store, None if limits else salt)
+    return {
+        "quotas": [one for one in found if one["salt"] == own],
+        "changed": changed,
+        "dry_run": dry_run,
+        "evicted": evicted,
+    }
+
+
+def set_ttl(store: Store, name: str, ttl: int | None) -> dict[str, Any]:
+    """A namespace by its label or the beginning of its root, once its TTL is set. ttl: 0 for none, None for what it is.
+
+    Raises NotFoundError, AmbiguousError.
+    """
+    root = find_namespace(store, name).record.root
+    if ttl is not None:
+        store.set_ttl(root, ttl)
+    return namespace_told(next(use for use in store.namespaces() if use.record.root == root))
+
+
+def drop_empty(store: Store, dry_run: bool) -> dict[str, Any]:
+    """Namespaces without blocks and names, forgotten."""
+    gone = store.drop_empty(dry_run=dry_run)
+    listed = [{"root": one.root.hex(), "label": one.label, "salt": one.salt.hex()} for one in gone]
+    return {"dropped": bool(gone) and not dry_run, "dry_run": dry_run, "namespaces": listed}
+
+
+def quotas_told(store: Store, salt: str | None, spell: Spell = whole) -> list[dict[str, Any]]:
+    """Quotas with what is held of each, all or those of one salt. Raises NotFoundError."""
+    labels: dict[bytes, list[str]] = {}
+    for use in store.namespaces():
+        labels.setdefault(use.record.salt, []).append(use.record.label or spell(use.record.root)[:ID_DIGITS])
+    wanted = salt_digest(salt) if salt is not None else None
+    if wanted is not None and wanted not in labels and not any(use.salt == wanted for use in store.quotas()):
+        raise NotFoundError(f"nothing is stored under the salt {salt!r}, and it has no quota", "check the salt")
+    return [
+        {
+            "salt": spell(use.salt),
+            "labels": ", ".join(labels.get(use.salt, [])),
+            "tier": use.tier,
+            "limit_bytes": use.limit,
+            "used_bytes": use.used,
+        }
+        for use in store.quotas()
+        if wanted in (None, use.salt)
+    ]
+
+
 def verified(report: Report) -> dict[str, Any]:
     """What `Store.verify` found."""
     return {"ok": report.ok, "checked": report.checked, "repaired": report.repaired, "problems": report.problems}
@@ -145,6 +205,10 @@ def verified(report: Report) -> dict[str, Any]:
 def prefixes_told(use: NamespaceUse, shown: Sequence[Prefix], total: int) -> dict[str, Any]:
     """Some of a namespace's sequences, of ``total``."""
     return {"namespace": namespace_told(use), "total": total, "prefixes": [prefix_told(one) for one in shown]}
+
+
+def _limit(text: str) -> int | None:
+    return None if text.lower() == OFF else parse_size(text)
 
 
 def _begins(one: Named, match: Match) -> bool:

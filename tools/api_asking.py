@@ -11,13 +11,12 @@ from fastapi import APIRouter, Query
 
 from kvstore.errors import NotFoundError
 from kvstore.tools import answers, naming
+from kvstore.tools import api_given as given
 from kvstore.tools import api_models as models
 from kvstore.tools.api_access import WITH_TOKEN, Behind, Told
 from kvstore.tools.api_changing import chosen
 from kvstore.tools.explaining import explain as find_out
-from kvstore.tools.geometry import geometry
-from kvstore.tools.planning import machine
-from kvstore.tools.planning import plan as make_plan
+from kvstore.tools.planning import planned
 from kvstore.tools.problems import RESPONSES
 from kvstore.tools.published import PUBLISHED
 from kvstore.tools.savings import answer as answer_savings
@@ -26,7 +25,7 @@ from kvstore.tools.worth import Prices
 routes = APIRouter(prefix="/v1", responses=RESPONSES, tags=["ask"])
 
 
-@routes.post("/show", response_model=models.ShownGiven, dependencies=WITH_TOKEN)
+@routes.post("/show", response_model=given.ShownGiven, dependencies=WITH_TOKEN)
 async def show(service: Behind, asked: models.ShowAsked) -> dict[str, Any]:
     """One prefix: how many of its tokens are stored in which tier, its blocks and bytes, its names."""
 
@@ -76,20 +75,12 @@ async def plan(service: Behind, asked: models.PlanAsked) -> dict[str, Any]:
     """From a model's configuration and a machine: bytes a token, sessions that fit, when loading pays."""
 
     def work() -> dict[str, Any]:
+        given = asked.model_dump(exclude={"model", "config"})
         if asked.config is not None:
-            config = asked.config
-        elif (asked.model or "").lower() in PUBLISHED:
-            config = dict(PUBLISHED[(asked.model or "").lower()])
-        else:
+            return {"model": None, **planned(asked.config, **given)}
+        config = PUBLISHED.get((asked.model or "").lower())
+        if config is None:
             raise NotFoundError("no model is known by this name", f"known are: {', '.join(PUBLISHED)}")
-        told = machine(
-            memory=asked.memory,
-            weights=asked.weights,
-            budgets={"hbm": asked.hbm, "ram": asked.ram, "nvme": asked.nvme},
-            rates={"ram": asked.ram_rate, "nvme": asked.nvme_rate},
-            flops=asked.flops,
-            latency=asked.latency,
-        )
-        return {"model": asked.model, **make_plan(geometry(config, asked.dtype), told, asked.context).to_dict()}
+        return {"model": asked.model, **planned(config, **given)}
 
     return await service.run(work)

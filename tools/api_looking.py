@@ -16,11 +16,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 import kvstore
 from kvstore.tools import answers, attached
+from kvstore.tools import api_given as given
 from kvstore.tools import api_models as models
 from kvstore.tools.api_access import Behind, Told, Trusted
 from kvstore.tools.problems import RESPONSES, Refused
 from kvstore.tools.service import Service, TooManyWatchers
-from kvstore.tools.tenants import quotas_told
 
 routes = APIRouter(prefix="/v1", responses=RESPONSES, tags=["look"])
 plain = APIRouter(tags=["health"], responses=RESPONSES)
@@ -30,7 +30,7 @@ STREAM_S = 1800.0
 """A stream ends after so long; a client opens another one."""
 
 
-@routes.get("/server", response_model=models.ServerGiven)
+@routes.get("/server", response_model=given.ServerGiven)
 async def server(service: Behind, trusted: Trusted) -> dict[str, Any]:
     """What this server is, and its settings as in force."""
     return {
@@ -44,20 +44,20 @@ async def server(service: Behind, trusted: Trusted) -> dict[str, Any]:
     }
 
 
-@routes.get("/stats", response_model=models.StatsGiven)
+@routes.get("/stats", response_model=given.StatsGiven)
 async def stats(service: Behind) -> dict[str, Any]:
     """What each tier holds, and what all processes together were asked, served, and missed."""
     return (await service.run(service.store.stats)).to_dict()
 
 
-@routes.get("/namespaces", response_model=models.NamespacesGiven)
+@routes.get("/namespaces", response_model=given.NamespacesGiven)
 async def namespaces(service: Behind, told: Told) -> dict[str, Any]:
     """Namespaces, with what they hold in each tier."""
     found = await service.run(service.store.namespaces)
     return {"namespaces": [answers.namespace_told(use, told) for use in found]}
 
 
-@routes.get("/prefixes", response_model=models.PrefixesGiven)
+@routes.get("/prefixes", response_model=given.PrefixesGiven)
 async def prefixes(
     service: Behind,
     told: Told,
@@ -83,25 +83,25 @@ async def prefixes(
     )
 
 
-@routes.get("/names", response_model=models.NamesGiven)
+@routes.get("/names", response_model=given.NamesGiven)
 async def names(service: Behind, told: Told) -> dict[str, Any]:
     """Named prefixes: how much of each is still stored, and until when it is pinned."""
     return await service.run(answers.names, service.store, told)
 
 
-@routes.get("/quotas", response_model=models.QuotasGiven)
+@routes.get("/quotas", response_model=given.QuotasGiven)
 async def quotas(service: Behind, told: Told) -> dict[str, Any]:
     """Quotas by salt and tier, and what is held of each."""
-    return {"quotas": await service.run(quotas_told, service.store, None, told)}
+    return {"quotas": await service.run(answers.quotas_told, service.store, None, told)}
 
 
-@routes.get("/processes", response_model=models.ProcessesGiven)
+@routes.get("/processes", response_model=given.ProcessesGiven)
 async def processes(service: Behind) -> dict[str, Any]:
     """Processes that have the store open, this server among them."""
     return {"processes": await service.run(attached.processes, service.store)}
 
 
-@routes.get("/history", response_model=models.HistoryGiven)
+@routes.get("/history", response_model=given.HistoryGiven)
 async def history(service: Behind, most: Annotated[int, Query(ge=1, le=600)] = 300) -> dict[str, Any]:
     """What the store did in the last minutes, a look a second, and where it is under pressure."""
     looks = service.looks()[-most:]
@@ -153,11 +153,11 @@ async def metrics(service: Behind) -> PlainTextResponse:
 
 
 def _health(service: Service, ok: bool, says: str) -> JSONResponse:
-    told = models.HealthGiven(ok=ok, says=says, version=kvstore.__version__)
+    told = given.HealthGiven(ok=ok, says=says, version=kvstore.__version__)
     return JSONResponse(told.model_dump(), 200 if ok else 503)
 
 
-@plain.get("/healthz", response_model=models.HealthGiven)
+@plain.get("/healthz", response_model=given.HealthGiven)
 async def healthz(service: Behind) -> JSONResponse:
     """Whether the server answers."""
     return _health(service, True, "alive")
@@ -165,8 +165,8 @@ async def healthz(service: Behind) -> JSONResponse:
 
 @plain.get(
     "/readyz",
-    response_model=models.HealthGiven,
-    responses={503: {"model": models.HealthGiven, "description": "Not now, and why."}},
+    response_model=given.HealthGiven,
+    responses={503: {"model": given.HealthGiven, "description": "Not now, and why."}},
 )
 async def readyz(service: Behind) -> JSONResponse:
     """Whether the store can be looked at."""

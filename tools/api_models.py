@@ -1,18 +1,20 @@
-"""What the API takes and gives, as types: from them come its checks and its description.
-
-Must not know routes.
-"""
+"""What the API takes, as types: from them come its checks and its description. Must not know routes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvstore.identity import TOKEN_LIMIT
 
 TOKENS_MOST = 1 << 20
 NAME_MOST = 200
+OUT_OF_REACH = {
+    "hbm": "it is memory of a device, which only the engine's own process can fill, and does when it loads",
+    "nvme": "what is saved is written there by itself",
+}
+"""Tiers that a prefetch cannot go to, by the reason."""
 CONFIG_VALUES, CONFIG_DEPTH = 20_000, 16
 """The largest configurations of models have a tenth as many values, and a third of that depth."""
 
@@ -55,12 +57,6 @@ class Asked(BaseModel):
         return body
 
 
-class Given(BaseModel):
-    """An answer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 class Chosen(Asked):
     """A stored prefix, by exactly one of its tokens, the beginning of its key, or its name."""
 
@@ -100,7 +96,20 @@ class UnpinAsked(Asked):
     name: Text
 
 
-class EvictAsked(Asked):
+class Counted(Asked):
+    """A change that is counted first."""
+
+    dry_run: bool = Field(True, description="Only count. False takes the confirm of a dry run of the same.")
+    confirm: Annotated[str, Field(max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _said(self) -> Self:
+        if not self.dry_run and self.confirm is None:
+            raise ValueError("give the confirm that a dry run of the same answered")
+        return self
+
+
+class EvictAsked(Counted):
     """What to evict: exactly one of everything, namespace, name, salt, unused; or a tier alone."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tier": "ram"}]})
@@ -113,21 +122,46 @@ class EvictAsked(Asked):
     name: Text | None = Field(None, description="A named prefix; its name and pin go with it.")
     salt: Text | None = Field(None, description="All namespaces under this salt.")
     unused: Seconds | None = Field(None, description="What was not used for so many seconds.")
-    dry_run: bool = Field(True, description="Only count. False takes the confirm of a dry run of the same.")
-    confirm: Annotated[str, Field(max_length=64)] | None = None
 
-    @model_validator(mode="after")
-    def _said(self) -> EvictAsked:
-        if not self.dry_run and self.confirm is None:
-            raise ValueError("give the confirm that a dry run of the same answered")
-        return self
+
+class QuotaAsked(Counted):
+    """What a salt may hold."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"salt": "first", "nvme": "1GiB"}]})
+    salt: Text
+    ram: Text | None = Field(None, description="A size (1GiB), or off; left out, it stays.")
+    nvme: Text | None = Field(None, description="The same.")
+
+
+class NamespaceAsked(Asked):
+    """A namespace, and how long its blocks live."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"namespace": "first", "ttl": 86400}]})
+    namespace: Text = Field(description="A label, or the beginning of a root.")
+    ttl: int | None = Field(None, ge=0, le=10**10, description="Seconds without use after which they expire; 0: never.")
+
+
+class DropAsked(Asked):
+    """Whether namespaces are forgotten."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{}]})
+    dry_run: bool = Field(True, description="Only list them.")
+
+
+def _reachable(tier: Any) -> Any:
+    """Says of a tier that there is why nothing can be brought there from here. Raises ValueError."""
+    if tier in OUT_OF_REACH:
+        raise ValueError(f"nothing can be prefetched to {tier}: {OUT_OF_REACH[tier]}; use ram")
+    return tier
 
 
 class PrefetchAsked(Chosen):
     """A prefix to bring up."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"name": "greeting", "tier": "ram"}]})
-    tier: Literal["ram"] = Field("ram", description="Where to: hbm belongs to an engine's own process.")
+    tier: Annotated[Literal["ram"], BeforeValidator(_reachable)] = Field(
+        "ram", description="Where to. hbm is filled by the engine whose device it is; to nvme all goes by itself."
+    )
     deadline_s: float | None = Field(None, gt=0, le=3600)
 
 
@@ -158,14 +192,15 @@ class PlanAsked(Asked):
     model: Annotated[str, Field(max_length=NAME_MOST)] | None = Field(None, description="A well-known model's name.")
     config: Config | None = Field(None, description="Instead of a name: the content of a config.json.")
     context: int | None = Field(None, ge=1, le=1 << 40, description="Tokens of a session.")
-    memory: Text | None = Field(None, description="Of all devices together.")
+    memory: Text | None = Field(None, description="Of one device.")
+    devices: int = Field(1, ge=1, le=1 << 20, description="How many such devices.")
     weights: Text | None = None
     hbm: Text = "0"
     ram: Text = "2GiB"
     nvme: Text = "20GiB"
     ram_rate: Text = "10GB"
     nvme_rate: Text = "3GB"
-    flops: float | None = Field(None, gt=0, le=1e30)
+    flops: float | None = Field(None, gt=0, le=1e30, description="Operations a second that prefill reaches on one.")
     latency: float = Field(0.005, ge=0, le=1e6)
     dtype: Annotated[str, Field(max_length=32)] | None = None
 
@@ -182,240 +217,3 @@ class VerifyAsked(Asked):
     model_config = ConfigDict(json_schema_extra={"examples": [{}]})
     books_only: bool = Field(False, description="Leave out the payloads' checksums.")
     repair: bool = Field(False, description="Remove what is wrong.")
-
-
-class Tier(Given):
-    """A tier; bytes. used_bytes are of slots that hold a block, allocated_bytes of files."""
-
-    name: str
-    budget_bytes: int
-    allocated_bytes: int
-    index_bytes: int
-    index_used_bytes: int
-    segments: int
-    slots: int
-    free_slots: int
-    blocks: int
-    used_bytes: int
-
-
-class StatsGiven(BaseModel):
-    """A store at a moment; asked_tokens is the sum of hit_tokens and miss_tokens."""
-
-    path: str
-    tiers: list[Tier]
-    asked_tokens: int
-    hit_tokens: dict[str, int] = Field(description="By serving tier.")
-    miss_tokens: dict[str, int] = Field(description="By cause.")
-    counters: dict[str, int]
-    mover_blocks: int
-    mover_bytes: int
-    mover_paused: bool
-    processes: int
-    namespaces: int
-    names: int
-    hbm: dict[str, int | str] | None
-
-
-class Usage(Given):
-    """Of a namespace in a tier."""
-
-    blocks: int
-    bytes: int
-
-
-class NamespaceGiven(Given):
-    """A layout under a salt. salt: its digest. Without the token root and salt are stand-ins, which begin with ~."""
-
-    root: str
-    label: str
-    salt: str
-    created: int
-    ttl: int
-    block_tokens: int
-    token_bytes: int
-    tiers: dict[str, Usage]
-
-
-class NamespacesGiven(Given):
-    """All of them."""
-
-    namespaces: list[NamespaceGiven]
-
-
-class NameOf(Given):
-    """A name that ends in a sequence, after so many tokens."""
-
-    name: str
-    pinned: bool
-    tokens: int
-    expires: int | None
-
-
-class PrefixGiven(Given):
-    """A stored sequence that no other one continues. first_tokens: only for who has the token.
-
-    Without the token key and namespace are stand-ins, which begin with ~: from a key prompts can be guessed.
-    """
-
-    key: str
-    namespace: str
-    label: str
-    tokens: int
-    bytes: int
-    first_tokens: list[int]
-    whole: bool
-    idle_s: float
-    blocks: dict[str, int]
-    names: list[NameOf]
-
-
-class PrefixesGiven(Given):
-    """A page of them. age_s: how old the listing is. total: how many fit in all."""
-
-    age_s: float
-    total: int
-    prefixes: list[PrefixGiven]
-
-
-class NamedGiven(Given):
-    """A named prefix, and what is stored of it. namespace: its root; without the token a stand-in."""
-
-    name: str
-    namespace: str
-    label: str
-    tokens: int
-    stored: int
-    by_tier: dict[str, int]
-    pinned: bool
-    priority: int
-    created: int
-    expires: int | None
-    pinned_bytes: int
-
-
-class NamesGiven(Given):
-    """All of them."""
-
-    names: list[NamedGiven]
-
-
-class PinnedGiven(NamedGiven):
-    """What was pinned. asked: tokens it was to have."""
-
-    asked: int
-
-
-class ShownGiven(Given):
-    """One prefix."""
-
-    namespace: str
-    label: str
-    tokens: int
-    stored: int
-    by_tier: dict[str, int]
-    blocks: dict[str, int]
-    bytes: int
-    key: str | None
-    names: list[NamedGiven]
-    first_tokens: list[int]
-    text: None
-
-
-class UnpinnedGiven(Given):
-    """What was forgotten."""
-
-    name: str
-    unpinned: bool
-    tokens: int
-
-
-class EvictedGiven(Given):
-    """Blocks by tier. confirm: what makes a dry run real, once, within two minutes."""
-
-    dry_run: bool
-    evicted: bool
-    blocks: dict[str, int]
-    confirm: str | None
-
-
-class JobGiven(Given):
-    """Work under way, or ended. total 0: not known yet."""
-
-    id: str
-    kind: str
-    state: Literal["running", "done", "failed", "cancelled"]
-    done: int
-    total: int
-    began: float
-    ended: float | None
-    result: dict[str, Any] | None
-    problem: str | None
-
-
-class JobsGiven(Given):
-    """The latest first."""
-
-    jobs: list[JobGiven]
-
-
-class QuotaGiven(Given):
-    """What a salt, by its digest, may hold in a tier, and holds. Without the token it is told by a stand-in."""
-
-    salt: str
-    labels: str
-    tier: str
-    limit_bytes: int
-    used_bytes: int
-
-
-class QuotasGiven(Given):
-    """All of them."""
-
-    quotas: list[QuotaGiven]
-
-
-class ProcessGiven(Given):
-    """A process that has the store open. hbm, nvme: which tiers it uses. self: this server."""
-
-    id: str
-    pid: int
-    name: str | None
-    since: float | None
-    hbm: bool
-    nvme: bool
-    self: bool
-
-
-class ProcessesGiven(Given):
-    """Those that live."""
-
-    processes: list[ProcessGiven]
-
-
-class HealthGiven(Given):
-    """Whether the server answers, or can be used."""
-
-    ok: bool
-    says: str
-    version: str
-
-
-class ServerGiven(Given):
-    """What this server is, to whoever asks. may_change: whether this request's token would be taken for changes."""
-
-    version: str
-    path: str
-    read_only: bool
-    may_change: bool
-    began: float
-    every_s: float
-    settings: dict[str, str | int | float | None]
-
-
-class HistoryGiven(Given):
-    """Looks at the store, the oldest first, and the pressure now."""
-
-    every_s: float
-    looks: list[dict[str, Any]]
-    pressure: list[str]

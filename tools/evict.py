@@ -91,11 +91,12 @@ def _tell(dry_run: bool, done: bool, counts: dict[str, int] | None, more: dict[s
 
 def _evict_there(server: Remote, asked: dict[str, Any], dry_run: bool, yes: bool, as_json: bool) -> None:
     """The same through a server: counted, asked, then done as it was counted."""
-    would = server.post("/v1/evict", asked)
+    ask = server.counted("/v1/evict", asked)
+    would = ask(True)
     done = not dry_run and terminal.confirmed(f"Evict {_words(would['blocks'])}?", yes)
     counts = would["blocks"] if dry_run else dict.fromkeys(would["blocks"], 0)
     if done:
-        counts = server.post("/v1/evict", {**asked, "dry_run": False, "confirm": would["confirm"]})["blocks"]
+        counts = ask(False)["blocks"]
     _tell(dry_run, done, counts, {}, as_json)
     if not done and not dry_run:
         raise typer.Exit(1)

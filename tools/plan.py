@@ -10,10 +10,8 @@ import typer
 
 from kvstore.errors import LayoutError, NotFoundError, PathError, SettingsError
 from kvstore.sizes import format_size
-from kvstore.tools import terminal
-from kvstore.tools.geometry import geometry
-from kvstore.tools.planning import Plan, machine
-from kvstore.tools.planning import plan as make_plan
+from kvstore.tools import remote, terminal
+from kvstore.tools.planning import planned
 from kvstore.tools.published import PUBLISHED
 
 CONFIG_LIMIT = 16 << 20
@@ -39,6 +37,7 @@ def plan(
     fields: Annotated[
         list[str] | None, typer.Option("--set", help="A field of the configuration, NAME=VALUE; may be repeated.")
     ] = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """From a model's config.json and a machine: bytes a token, sessions that fit, what tiers hold, when loading pays.
@@ -51,20 +50,19 @@ def plan(
     """
     config, folder = read_config(model)
     text = {**config, **dict(_field(one) for one in fields or ())}
-    told = machine(
-        memory=memory,
-        weights=weights if weights is not None else (weights_on_disk(folder) if folder else None),
-        budgets={"hbm": hbm, "ram": ram, "nvme": nvme},
-        rates={"ram": ram_rate, "nvme": nvme_rate},
-        flops=flops,
-        latency=latency,
-        devices=devices,
-    )
-    found = make_plan(geometry(text, dtype), told, context)
+    if weights is None and folder is not None:
+        found = weights_on_disk(folder)
+        weights = None if found is None else str(found)
+    given: dict[str, Any] = {"memory": memory, "weights": weights, "hbm": hbm, "ram": ram, "nvme": nvme}
+    given |= {"ram_rate": ram_rate, "nvme_rate": nvme_rate, "flops": flops, "latency": latency, "devices": devices}
+    given |= {"context": context, "dtype": dtype}
+    server = remote.at(url)
+    told = planned(text, **given) if server is None else server.post("/v1/plan", {"config": text, **given})
+    told = {"model": model, **told} | {"model": model}
     if as_json:
-        terminal.print_json({"model": model, **found.to_dict()})
+        terminal.print_json(told)
     else:
-        _show(model, found)
+        _show(told)
 
 
 def read_config(model: str) -> tuple[dict[str, Any], Path | None]:
@@ -111,29 +109,29 @@ def _field(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _show(model: str, found: Plan) -> None:
+def _show(told: dict[str, Any]) -> None:
     out = terminal.console()
-    size = found.session_bytes
+    size, context = told["session_bytes"], told["context"]
     rows = [
-        ("attention", f"{found.geometry.kind}, {len(found.geometry.layers)} layers, {found.geometry.dtype}"),
-        ("KV a token", f"{found.token_bytes:,} B ({format_size(found.token_bytes)})"),
-        (f"KV of {found.context:,} tokens", f"{size / 1e9:.1f} GB ({format_size(size)})"),
-        ("a block", f"{found.block_tokens} tokens, {format_size(sum(payload for _, payload in found.parts))}"),
+        ("attention", f"{told['attention']}, {told['layers']} layers, {told['dtype']}"),
+        ("KV a token", f"{told['token_bytes']:,} B ({format_size(told['token_bytes'])})"),
+        (f"KV of {context:,} tokens", f"{size / 1e9:.1f} GB ({format_size(size)})"),
+        ("a block", f"{told['block_tokens']} tokens, {format_size(told['block_bytes'])}"),
     ]
-    for name, held in found.tiers.items():
-        text = f"{held.tokens:,} tokens, {held.sessions:,} whole sessions"
-        rows.append((f"{name} of {format_size(held.budget)}", text))
-    if found.prefill_s is not None:
-        rows.append((f"prefill of {found.context:,} tokens", f"{found.prefill_s:.2f} s"))
-    for name, time in found.times.items():
+    for name, held in told["tiers"].items():
+        text = f"{held['tokens']:,} tokens, {held['sessions']:,} whole sessions"
+        rows.append((f"{name} of {format_size(held['budget_bytes'])}", text))
+    if told["prefill_s"] is not None:
+        rows.append((f"prefill of {context:,} tokens", f"{told['prefill_s']:.2f} s"))
+    for name, time in told["loads"].items():
         pays = (
-            f"does not pay up to {found.context:,} tokens"
-            if time.break_even is None
-            else f"pays from {time.break_even:,} tokens on"
+            f"does not pay up to {context:,} tokens"
+            if time["break_even_tokens"] is None
+            else f"pays from {time['break_even_tokens']:,} tokens on"
         )
-        rows.append((f"load from {name}", f"{time.load_s:.2f} s; {pays}"))
-    out.print(terminal.table(model, ("", ""), rows))
-    if found.sessions is not None:
-        out.print(found.sessions.sentence(found.context))
-    for note in found.geometry.notes:
+        rows.append((f"load from {name}", f"{time['load_s']:.2f} s; {pays}"))
+    out.print(terminal.table(told["model"], ("", ""), rows))
+    if told["sessions"] is not None:
+        out.print(told["sessions"]["sentence"])
+    for note in told["notes"]:
         terminal.say(f"note: {note}")

@@ -15,7 +15,7 @@ from kvstore.errors import SettingsError
 from kvstore.header import slot_bytes
 from kvstore.layout import LayerShape, default_block_tokens
 from kvstore.sizes import parse_size
-from kvstore.tools.geometry import Geometry
+from kvstore.tools.geometry import Geometry, geometry
 
 INDEX_SHARE = 256
 """A tier's index takes one 256th of its budget."""
@@ -145,7 +145,7 @@ class Plan:
 def machine(
     *,
     memory: str | None,
-    weights: str | int | None,
+    weights: str | None,
     budgets: Mapping[str, str],
     rates: Mapping[str, str],
     flops: float | None,
@@ -156,7 +156,7 @@ def machine(
     sizes = {name: parse_size(budget) for name, budget in budgets.items()}
     return Machine(
         memory=parse_size(memory) * devices if memory is not None else None,
-        weights=parse_size(weights) if isinstance(weights, str) else weights,
+        weights=parse_size(weights) if weights is not None else None,
         tiers={name: size for name, size in sizes.items() if size},
         bandwidth={name: parse_size(rate) for name, rate in rates.items()},
         flops=flops * devices if flops is not None else None,
@@ -164,21 +164,21 @@ def machine(
     )
 
 
-def plan(geometry: Geometry, machine: Machine, context: int | None = None) -> Plan:
+def plan(model: Geometry, machine: Machine, context: int | None = None) -> Plan:
     """What fits, what a tier holds, and from where on a load beats a prefill.
 
     context: tokens of a session; left out, the model's longest. Raises SettingsError where neither says it.
     """
-    tokens = context if context is not None else geometry.context
+    tokens = context if context is not None else model.context
     if tokens is None or tokens < 1:
         raise SettingsError("the configuration has no context length", "pass --context with the tokens of a session")
-    groups = geometry.groups()
-    block = default_block_tokens(groups, geometry.dtype)
-    parts = tuple(_part(group, geometry.itemsize, block) for group in groups)
-    session = geometry.bytes_at(tokens)
+    groups = model.groups()
+    block = default_block_tokens(groups, model.dtype)
+    parts = tuple(_part(group, model.itemsize, block) for group in groups)
+    session = model.bytes_at(tokens)
     weights = machine.weights
-    if weights is None and geometry.parameters is not None:
-        weights = geometry.parameters * geometry.itemsize
+    if weights is None and model.parameters is not None:
+        weights = model.parameters * model.itemsize
     sessions = None
     if machine.memory is not None:
         if weights is None:
@@ -187,13 +187,42 @@ def plan(geometry: Geometry, machine: Machine, context: int | None = None) -> Pl
         exact = max(0.0, free / session)
         sessions = Sessions(machine.memory, weights, free, exact, int(exact))
     held = {name: _held(budget, parts, block, tokens) for name, budget in machine.tiers.items()}
-    prefill = prefill_seconds(geometry, tokens, machine.flops)
+    prefill = prefill_seconds(model, tokens, machine.flops)
     times = {}
     if machine.flops is not None and prefill is not None:
         for name, rate in machine.bandwidth.items():
             load = machine.latency + session / rate
-            times[name] = Timing(load, prefill, break_even(geometry, rate, machine.flops, machine.latency, tokens))
-    return Plan(geometry, tokens, geometry.token_bytes, session, block, parts, sessions, held, times, prefill)
+            times[name] = Timing(load, prefill, break_even(model, rate, machine.flops, machine.latency, tokens))
+    return Plan(model, tokens, model.token_bytes, session, block, parts, sessions, held, times, prefill)
+
+
+def planned(
+    config: Mapping[str, Any],
+    *,
+    memory: str | None,
+    weights: str | None,
+    hbm: str,
+    ram: str,
+    nvme: str,
+    ram_rate: str,
+    nvme_rate: str,
+    flops: float | None,
+    latency: float,
+    devices: int,
+    context: int | None,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """The answer as plain values, of a configuration and of sizes as people write them. Raises what `plan` raises."""
+    told = machine(
+        memory=memory,
+        weights=weights,
+        budgets={"hbm": hbm, "ram": ram, "nvme": nvme},
+        rates={"ram": ram_rate, "nvme": nvme_rate},
+        flops=flops,
+        latency=latency,
+        devices=devices,
+    )
+    return plan(geometry(config, dtype), told, context).to_dict()
 
 
 def prefill_seconds(geometry: Geometry, tokens: int, flops: float | None) -> float | None:

@@ -19,7 +19,8 @@ from kvstore import errors
 from kvstore.errors import AmbiguousError, KVStoreError, NotFoundError, PathError, SettingsError, StorageError
 from kvstore.statistics import Stats, TierStats
 from kvstore.tools.standing import ID_DIGITS
-from kvstore.tools.token_file import token_of_environment
+from kvstore.tools.token_file import VARIABLE, token_of_environment
+from kvstore.tools.wording import COMMAND_LINE, READER
 
 TIMEOUT_S = 70.0
 """A little more than a server takes for an answer."""
@@ -27,6 +28,11 @@ POLL_S = 0.2
 PAGE = 200
 ANSWER_BYTES = 64 << 20
 URN = "urn:kvstore:problem:"
+NEEDS_TOKEN = {
+    "unauthorized": f"set {VARIABLE} to the token that the server was started with",
+    "read-only": f"start kvstore serve with --token-file, or with {VARIABLE} set",
+}
+"""What to do at a command line, by the problem."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -55,6 +61,18 @@ class Remote:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """What a POST answers; None leaves a field out."""
         return self._ask("POST", path, {name: value for name, value in body.items() if value is not None})
+
+    def counted(self, path: str, asked: dict[str, Any]) -> Callable[[bool], dict[str, Any]]:
+        """A change that is counted first: to be called with True, then with False to do what was counted."""
+        confirm: str | None = None
+
+        def ask(dry_run: bool) -> dict[str, Any]:
+            nonlocal confirm
+            told = self.post(path, {**asked, "dry_run": dry_run, "confirm": confirm})
+            confirm = told.pop("confirm")
+            return told
+
+        return ask
 
     def finished(self, path: str, body: dict[str, Any], step: Callable[[int, int], None]) -> dict[str, Any]:
         """The result of a job, followed to its end; interrupted, the job is cancelled. Raises StorageError."""
@@ -100,6 +118,7 @@ class Remote:
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         request = urllib.request.Request(self._url + path, method=method)
         request.add_header("Accept", "application/json")
+        request.add_header(READER, COMMAND_LINE)
         if self._token is not None:
             request.add_header("Authorization", f"Bearer {self._token}")
         if body is not None:
@@ -143,6 +162,7 @@ def _raise(status: int, raw: bytes) -> NoReturn:
         detail, remedy = "; ".join([str(told["detail"]), *told.get("errors", [])]), str(told["remedy"])
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"the server answered {status}", "check the address: is it kvstore serve?") from error
+    remedy = NEEDS_TOKEN.get(name, remedy)
     kind = getattr(errors, "".join(part.capitalize() for part in name.split("-")) + "Error", None)
     if not (isinstance(kind, type) and issubclass(kind, KVStoreError)):
         kind = SettingsError if status < 500 else StorageError

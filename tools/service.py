@@ -178,7 +178,7 @@ class Service:
             except asyncio.QueueFull:
                 watcher.dropped = True
 
-    # ---------------------------------------------------------------- evictions, twice said
+    # ---------------------------------------------------------------- changes, twice said
 
     def promise(self, target: str) -> str:
         """A word that `redeem` takes once, soon, for the same target."""
@@ -195,7 +195,7 @@ class Service:
         until, promised = self._confirms.pop(word, (0.0, ""))
         if until < time.monotonic() or promised != target:
             raise NotFoundError(
-                "there was no dry run of exactly this eviction within the last two minutes",
+                "there was no dry run of exactly this change within the last two minutes",
                 "ask with dry_run first, then send the same with the confirm that it answers",
             )
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from types import EllipsisType
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.markup import escape
 
-from kvstore.errors import NotFoundError, SettingsError
-from kvstore.identity import salt_digest
-from kvstore.sizes import format_size, parse_size
-from kvstore.store import Store
-from kvstore.tools import terminal
-from kvstore.tools.answers import namespace_told
-from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
-from kvstore.tools.standins import Spell, whole
+from kvstore.errors import SettingsError
+from kvstore.sizes import format_size
+from kvstore.tools import answers, remote, terminal
+from kvstore.tools.standing import ID_DIGITS, standing_store
 
-OFF = "off"
+Ask: TypeAlias = Callable[[bool], dict[str, Any]]
+"""Called with True a change is counted, with False it is done."""
 
 
 def quota(
@@ -31,6 +31,7 @@ def quota(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would have to go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before something is evicted.")] = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Set, list, or take off what the namespaces under a salt may hold. Lowering a quota evicts down to it.
@@ -41,28 +42,28 @@ def quota(
 
         kvstore quota first --nvme 1GiB --path ./store
     """
-    if salt is None and (ram, nvme) != (None, None):
-        raise SettingsError("a quota is a salt's", "name the salt")
-    in_ram, in_nvme = _limit(ram), _limit(nvme)
     changes = (ram, nvme) != (None, None)
-    evicted: dict[str, int] = {}
-    with standing_store(path) as store:
-        done = False
-        if salt is not None and changes:
-            would = store.set_quota(salt, ram=in_ram, nvme=in_nvme, dry_run=True)
-            asks = sum(would.values()) and not dry_run
-            done = not dry_run and (not asks or terminal.confirmed(f"Evict {_blocks(would)}?", yes))
-            evicted = store.set_quota(salt, ram=in_ram, nvme=in_nvme) if done else would if dry_run else {}
-        listed = quotas_told(store, salt)
-    if as_json:
-        terminal.print_json({"quotas": listed, "changed": done, "dry_run": dry_run, "evicted": evicted})
+    if salt is None and changes:
+        raise SettingsError("a quota is a salt's", "name the salt")
+    if salt is None:
+        told: dict[str, Any] = {"quotas": _all_quotas(path, url), "changed": False, "dry_run": dry_run, "evicted": {}}
     else:
-        rows = [(one["salt"], one["labels"], one["tier"], *_sizes(one)) for one in listed]
+        with _quota_of(salt, ram, nvme, path, url) as ask:
+            told = ask(True)
+            asks = sum(told["evicted"].values())
+            if changes and not dry_run and (not asks or terminal.confirmed(f"Evict {_blocks(told['evicted'])}?", yes)):
+                told = ask(False)
+            elif not dry_run:
+                told = {**told, "dry_run": False, "evicted": {}}
+    if as_json:
+        terminal.print_json(told)
+    else:
+        rows = [(one["salt"], one["labels"], one["tier"], *_sizes(one)) for one in told["quotas"]]
         columns = ("salt (digest)", "namespaces", "tier", "may hold", "holds", "")
         terminal.console().print(terminal.table("Quotas", columns, rows, right=(3, 4, 5)))
-        if sum(evicted.values()):
-            terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {_blocks(evicted)}.")
-    if changes and not done and not dry_run:
+        if sum(told["evicted"].values()):
+            terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {_blocks(told['evicted'])}.")
+    if changes and not told["changed"] and not dry_run:
         raise typer.Exit(1)
 
 
@@ -78,6 +79,7 @@ def namespace(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be dropped.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     path: terminal.PathOption = None,
+    url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Set or take off a namespace's TTL, or forget namespaces that hold nothing.
@@ -90,61 +92,67 @@ def namespace(
         raise SettingsError(
             "name a namespace with --ttl or --no-ttl, or pass --drop-empty alone", "kvstore ls lists the namespaces"
         )
-    with standing_store(path) as store:
-        if name is None:
-            _drop(store, dry_run, yes, as_json)
-            return
-        root = find_namespace(store, name).record.root
-        if ttl is not None or no_ttl:
-            store.set_ttl(root, ttl or 0)
-        use = next(use for use in store.namespaces() if use.record.root == root)
-    if as_json:
-        terminal.print_json(namespace_told(use))
+    if name is None:
+        with _emptied(path, url) as ask:
+            _drop(ask, dry_run, yes, as_json)
+        return
+    wanted = 0 if no_ttl else ttl
+    server = remote.at(url)
+    if server is not None:
+        told = server.post("/v1/namespace", {"namespace": name, "ttl": wanted})
     else:
-        lasts = f"expire {use.record.ttl:,} seconds after their last use" if use.record.ttl else "do not expire"
-        label = use.record.label or root.hex()[:ID_DIGITS]
-        terminal.console().print(escape(f"{label}: blocks {lasts}."))
+        with standing_store(path) as store:
+            told = answers.set_ttl(store, name, wanted)
+    if as_json:
+        terminal.print_json(told)
+    else:
+        lasts = f"expire {told['ttl']:,} seconds after their last use" if told["ttl"] else "do not expire"
+        terminal.console().print(escape(f"{told['label'] or told['root'][:ID_DIGITS]}: blocks {lasts}."))
 
 
-def _drop(store: Store, dry_run: bool, yes: bool, as_json: bool) -> None:
-    empty = store.drop_empty(dry_run=True)
-    done = bool(empty) and not dry_run and terminal.confirmed(f"Forget {len(empty)} namespaces?", yes)
-    gone = store.drop_empty() if done else empty if dry_run else []
+def _drop(ask: Ask, dry_run: bool, yes: bool, as_json: bool) -> None:
+    told = ask(True)
+    empty = len(told["namespaces"])
+    if empty and not dry_run and terminal.confirmed(f"Forget {empty} namespaces?", yes):
+        told = ask(False)
+    elif not dry_run:
+        told = {"dropped": False, "dry_run": False, "namespaces": []}
     if as_json:
-        listed = [{"root": one.root.hex(), "label": one.label, "salt": one.salt.hex()} for one in gone]
-        terminal.print_json({"dropped": done, "dry_run": dry_run, "namespaces": listed})
+        terminal.print_json(told)
     else:
-        terminal.console().print(f"{'Would forget' if dry_run else 'Forgot'} {len(gone):,} namespaces.")
-    if empty and not done and not dry_run:
+        gone = len(told["namespaces"])
+        terminal.console().print(f"{'Would forget' if dry_run else 'Forgot'} {gone:,} namespaces.")
+    if empty and not told["dropped"] and not dry_run:
         raise typer.Exit(1)
 
 
-def _limit(text: str | None) -> int | EllipsisType | None:
-    """A size, None for off, an ellipsis for what stays. Raises SettingsError."""
-    if text is None:
-        return ...
-    return None if text.lower() == OFF else parse_size(text)
+def _all_quotas(path: Path | None, url: str | None) -> list[dict[str, Any]]:
+    server = remote.at(url)
+    if server is not None:
+        listed: list[dict[str, Any]] = server.get("/v1/quotas")["quotas"]
+        return listed
+    with standing_store(path) as store:
+        return answers.quotas_told(store, None)
 
 
-def quotas_told(store: Store, salt: str | None, spell: Spell = whole) -> list[dict[str, Any]]:
-    """Quotas with what is held of each, all or those of one salt. Raises NotFoundError."""
-    labels: dict[bytes, list[str]] = {}
-    for use in store.namespaces():
-        labels.setdefault(use.record.salt, []).append(use.record.label or spell(use.record.root)[:ID_DIGITS])
-    wanted = salt_digest(salt) if salt is not None else None
-    if wanted is not None and wanted not in labels and not any(use.salt == wanted for use in store.quotas()):
-        raise NotFoundError(f"nothing is stored under the salt {salt!r}, and it has no quota", "check the salt")
-    return [
-        {
-            "salt": spell(use.salt),
-            "labels": ", ".join(labels.get(use.salt, [])),
-            "tier": use.tier,
-            "limit_bytes": use.limit,
-            "used_bytes": use.used,
-        }
-        for use in store.quotas()
-        if wanted in (None, use.salt)
-    ]
+@contextmanager
+def _quota_of(salt: str, ram: str | None, nvme: str | None, path: Path | None, url: str | None) -> Iterator[Ask]:
+    server = remote.at(url)
+    if server is not None:
+        yield server.counted("/v1/quota", {"salt": salt, "ram": ram, "nvme": nvme})
+        return
+    with standing_store(path) as store:
+        yield partial(answers.set_quota, store, salt, ram, nvme)
+
+
+@contextmanager
+def _emptied(path: Path | None, url: str | None) -> Iterator[Ask]:
+    server = remote.at(url)
+    if server is not None:
+        yield lambda dry_run: server.post("/v1/drop-empty", {"dry_run": dry_run})
+        return
+    with standing_store(path) as store:
+        yield partial(answers.drop_empty, store)
 
 
 def _sizes(one: dict[str, Any]) -> tuple[str, str, str]:

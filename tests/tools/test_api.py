@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +20,10 @@ from kvstore.kv import HostKV
 
 pytest.importorskip("fastapi")
 from served import Served, serving
+
+from kvstore import errors, pins, sizes, store
+from kvstore.tools import answers, geometry, naming, planning, standing, tenants
+from kvstore.tools.wording import for_api
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,7 +140,16 @@ def test_a_prefix_is_brought_up_as_a_job(made: Any, served: Served) -> None:
     job = served.finished(served.post("/v1/prefetch", {"name": "greeting"}, 202))
     assert (job["state"], job["result"]) == ("done", {"tier": "ram", "tokens": 40, "asked": 40})
     assert made.held("first", 40) == {"ram": 40}
-    assert served.ask("POST", "/v1/prefetch", {"name": "greeting", "tier": "hbm"}).status == 422
+    for tier, why in (
+        ("hbm", "only the engine's own process"),
+        ("nvme", "by itself"),
+        ("disk", "Input should be 'ram'"),
+    ):
+        found = served.ask("POST", "/v1/prefetch", {"name": "greeting", "tier": tier})
+        assert found.status == 422
+        assert why in " ".join(found.told["errors"])
+    described = served.get("/openapi.json")["paths"]["/v1/prefetch"]["post"]["description"]
+    assert "hbm" in described
 
 
 def test_verify_is_a_job_that_tells_what_it_found(served: Served) -> None:
@@ -174,13 +189,48 @@ def test_show_explain_and_plan_are_those_of_the_commands(made: Any, served: Serv
     assert served.post("/v1/plan", {"config": config, "context": 10})["layers"] == 2
 
 
+OF_COMMANDS = re.compile(r"--[a-z]|kvstore (?!doctor)[a-z]+\\b")
+
+
+def test_whatever_a_call_may_say_is_worded_for_the_api() -> None:
+    """Of every module that calls reach, whatever text has an option or a command in it."""
+    said = []
+    for module in (answers, errors, geometry, naming, pins, planning, sizes, standing, store, tenants):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
+                for one in node.args:
+                    parts = [part.value for part in ast.walk(one) if isinstance(part, ast.Constant)]
+                    said += [text for text in parts if isinstance(text, str)]
+    said = [*(text for text in said if OF_COMMANDS.search(text)), geometry.FILE_REMEDY]
+    assert len(said) > 15
+    for text in said:
+        told = for_api(text)
+        assert not OF_COMMANDS.search(told), told
+        assert told
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
         ("pin", {"tokens": [1, 2], "pin_as": "x"}, 404, "nothing of this prompt is stored"),
         ("pin", {"tokens": [40, 1], "pin_as": "x"}, 404, "only 1 of 2 tokens"),
         ("pin", {"tokens": [40], "key": "abcdef", "pin_as": "x"}, 422, "exactly one of tokens, key and name"),
-        ("show", {"name": "/etc/passwd"}, 404, "no file, no name"),
+        ("show", {"name": "/etc/passwd"}, 404, "is no name, and begins no key"),
+        ("evict", {"prefix": "1,2"}, 422, "prefix needs the namespace"),
+        ("evict", {"namespace": "first", "prefix": ","}, 422, "an empty prefix"),
+        ("evict", {"namespace": "first", "prefix": " "}, 422, "an empty prefix"),
+        ("evict", {"namespace": "first", "prefix": ", ,"}, 422, "an empty prefix"),
+        ("evict", {"namespace": "first", "prefix": ""}, 422, "at least 1 character"),
+        ("evict", {"namespace": "third"}, 404, "no namespace"),
+        ("show", {"tokens": [1, 2, 3], "namespace": "third"}, 404, "no namespace"),
+        ("show", {"tokens": [1, 2, 3]}, 404, "nothing of this prompt"),
+        ("unpin", {"name": "absent"}, 404, "no prefix is named"),
+        ("explain", {"tokens": [4294967295]}, 422, "less than 4294967295"),
+        ("show", {"tokens": [4294967296]}, 422, "less than 4294967295"),
+        ("plan", {"config": {"model_type": "llama"}}, 422, "num_hidden_layers"),
+        ("plan", {"model": "llama-3.1-8b", "memory": "0"}, 422, "memory is 0"),
+        ("plan", {"model": "llama-3.1-8b", "dtype": "x"}, 422, "dtype"),
         ("evict", {}, 422, "nothing was named"),
         ("evict", {"everything": True, "salt": "first"}, 422, "exclude one another"),
         ("evict", {"name": "absent"}, 404, "no prefix is named"),
@@ -202,6 +252,7 @@ def test_what_cannot_be_done_is_a_problem_that_says_what_to_do(
     assert found.told["status"] == status
     assert found.told["remedy"]
     assert says in found.told["detail"] + " ".join(found.told["errors"])
+    assert not OF_COMMANDS.search(str(found.told)), "an option or a command, told to who uses the API"
 
 
 def test_the_stream_tells_what_another_handle_does(made: Any, served: Served) -> None:
@@ -220,6 +271,40 @@ def test_the_stream_tells_what_another_handle_does(made: Any, served: Served) ->
         assert b'"miss_tokens":{"absent":2}' in heard
     looks = served.get("/v1/history")["looks"]
     assert sum(look["hit_tokens"].get("ram", 0) for look in looks) == 40
+
+
+def test_a_quota_is_counted_first_and_evicts_what_was_counted(made: Any, served: Served) -> None:
+    served.post("/v1/unpin", {"name": "greeting"})
+    slot = 12288
+    asked = {"salt": "first", "ram": str(2 * slot)}
+    would = served.post("/v1/quota", asked)
+    assert (would["changed"], would["evicted"], would["quotas"]) == (False, {"ram": 2}, [])
+    assert served.get("/v1/quotas") == {"quotas": []}
+    assert served.ask("POST", "/v1/quota", {**asked, "dry_run": False}).status == 422
+    wrong = {"everything": True, "dry_run": False, "confirm": would["confirm"]}
+    assert served.ask("POST", "/v1/evict", wrong).status == 404, "a word for a quota evicts nothing else"
+    would = served.post("/v1/quota", asked)
+    done = served.post("/v1/quota", {**asked, "dry_run": False, "confirm": would["confirm"]})
+    assert (done["changed"], done["evicted"]) == (True, {"ram": 2})
+    assert [(one["tier"], one["limit_bytes"]) for one in done["quotas"]] == [("ram", 2 * slot)]
+    assert served.post("/v1/quota", {"salt": "first"})["quotas"] == done["quotas"]
+    assert served.ask("POST", "/v1/quota", {"salt": "nobody"}).status == 404
+    assert served.ask("POST", "/v1/quota", {"salt": "first", "ram": "much"}).status == 422
+
+
+def test_a_ttl_is_set_and_empty_namespaces_are_forgotten(made: Any, served: Served) -> None:
+    assert served.post("/v1/namespace", {"namespace": "first"})["ttl"] == 0
+    assert served.post("/v1/namespace", {"namespace": "first", "ttl": 60})["ttl"] == 60
+    assert {one["label"]: one["ttl"] for one in served.get("/v1/namespaces")["namespaces"]} == {
+        "first": 60,
+        "second": 0,
+    }
+    assert served.post("/v1/namespace", {"namespace": "first", "ttl": 0})["ttl"] == 0
+    served.store.evict(salt="second")
+    would = served.post("/v1/drop-empty", {})
+    assert ([one["label"] for one in would["namespaces"]], would["dropped"]) == (["second"], False)
+    assert served.post("/v1/drop-empty", {"dry_run": False})["dropped"] is True
+    assert [one["label"] for one in served.get("/v1/namespaces")["namespaces"]] == ["first"]
 
 
 def test_quotas_are_told_with_what_is_held(served: Served) -> None:

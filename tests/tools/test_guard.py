@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -26,12 +27,13 @@ from served import TOKEN, Served, serving
 
 from kvstore.errors import KVStoreError, SettingsError
 from kvstore.records import Entry
-from kvstore.tools import connections, guard, service
+from kvstore.tools import api_looking, connections, guard, service
 from kvstore.tools.guard import Rules, is_loopback, rules_for
 from kvstore.tools.token_file import read_token
 from kvstore.transaction import Database
 
-CHANGES = [("POST", f"/v1/{name}") for name in ("pin", "unpin", "evict", "prefetch", "verify", "show", "explain")]
+CHANGING = ("pin", "unpin", "evict", "quota", "namespace", "drop-empty", "prefetch", "verify", "show", "explain")
+CHANGES = [("POST", f"/v1/{name}") for name in CHANGING]
 CHANGES += [("GET", "/v1/jobs"), ("GET", "/v1/jobs/0123456789abcdef"), ("DELETE", "/v1/jobs/0123456789abcdef")]
 LOOKS = ["/v1/stats", "/v1/namespaces", "/v1/prefixes", "/v1/names", "/v1/processes", "/v1/server", "/v1/history"]
 
@@ -220,7 +222,36 @@ def test_a_malformed_head_ends_the_connection_and_nothing_else(served: Served, h
             line.settimeout(5)
             got = line.recv(1 << 16)
         assert not got or got.split()[1] in (b"400", b"404", b"413", b"421", b"422", b"431")
+        told, _, body = got.partition(b"\r\n\r\n")
+        assert not got or b"content-type: application/problem+json" in told
+        assert not got or b"content-security-policy: default-src 'none'" in told
+        if body:
+            problem = json.loads(body)
+            assert problem["status"] == int(got.split()[1])
+            assert problem["remedy"]
     assert served.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/stats/", "/v1/", "/v1/jobs/", "/healthz/", "/page/", "/page/main.js/", "//", "/v1"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "HEAD", "BREW"])
+def test_whatever_there_is_not_is_a_problem_and_leads_nowhere(served: Served, method: str, path: str) -> None:
+    found = served.ask(method, path)
+    assert found.status in (404, 405)
+    assert "location" not in found.headers
+    assert found.headers["content-type"] == "application/problem+json"
+    assert method == "HEAD" or found.told["remedy"]
+
+
+def test_a_fault_of_the_guard_itself_is_a_problem(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(guard, "is_api", broken)
+    found = served.ask("GET", "/v1/stats", Sec_Fetch_Site="same-site")
+    assert (found.status, found.headers["content-type"]) == (500, "application/problem+json")
+    assert found.headers["x-content-type-options"] == "nosniff"
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
@@ -333,6 +364,65 @@ def test_an_answer_that_takes_too_long_is_given_up(served: Served, monkeypatch: 
     found = served.ask("GET", "/v1/namespaces")
     assert (found.status, found.headers["content-type"]) == (504, "application/problem+json")
     assert served.ask("GET", "/healthz").status == 200
+
+
+class Slow:
+    """A client on a thin line: as little as can be is on its way to it, and it reads when it is told to."""
+
+    def __init__(self, served: Served) -> None:
+        self.line = socket.socket()
+        self.line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32768)
+        self.line.settimeout(60)
+        self.line.connect(("127.0.0.1", served.port))
+
+    def ask(self, path: str) -> None:
+        self.line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+
+    def read(self, pause: float = 0.0) -> bytes:
+        """One answer; ``pause`` seconds after each piece."""
+        got = b""
+        while b"\r\n\r\n" not in got:
+            got += self.line.recv(4096)
+        head, _, body = got.partition(b"\r\n\r\n")
+        (length,) = re.findall(rb"content-length: (\d+)", head)
+        while len(body) < int(length):
+            piece = self.line.recv(16384)
+            assert piece, "cut off"
+            body += piece
+            time.sleep(pause)
+        return body
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The answer of `/healthz` is so many bytes, more than sockets hold; servers hold little of it back."""
+    size = 8 << 20
+    monkeypatch.setattr(api_looking.given.HealthGiven, "model_dump", lambda self: {"says": "x" * size})
+    monkeypatch.setattr(connections, "UNREAD_S", 0.4)
+    return size
+
+
+def test_a_slow_client_that_goes_on_reading_is_left_alone(served: Served, large: int) -> None:
+    """Its timer must not outlive the answer for which it was set, nor count against one that is being fetched."""
+    client = Slow(served)
+    with client.line:
+        for _ in range(2):
+            client.ask("/healthz")
+            assert len(client.read(pause=0.002)) > large
+            time.sleep(1.0)  # longer than it may leave an answer unread: there is none
+            client.ask("/v1/stats")
+            assert client.read().startswith(b"{")
+
+
+def test_a_client_that_leaves_an_answer_unread_is_dropped(served: Served, large: int) -> None:
+    client = Slow(served)
+    with client.line:
+        client.ask("/healthz")
+        assert client.line.recv(16)
+        time.sleep(1.5)
+        with pytest.raises((AssertionError, ConnectionError)):
+            client.read()
+    assert served.ask("GET", "/v1/stats").status == 200
 
 
 def test_who_does_not_read_the_stream_is_dropped(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

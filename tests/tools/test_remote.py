@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 pytest.importorskip("fastapi")
@@ -49,6 +50,12 @@ def told(*words: Any) -> Any:
         ["explain", "40,100,101,7,8,9"],
         ["explain", "greeting"],
         ["savings", "--price", "3", "--ram-price", "2"],
+        ["quota"],
+        ["quota", "first"],
+        ["quota", "second", "--ram", "24KiB", "--dry-run"],
+        ["quota", "third", "--ram", "1MiB", "--dry-run"],
+        ["namespace", "first"],
+        ["namespace", "--drop-empty", "--dry-run"],
         ["verify"],
         ["verify", "--books-only"],
     ],
@@ -98,6 +105,9 @@ def test_pin_unpin_and_evict_through_a_server(made: Any, served: Served, tmp_pat
         (["ls", "third"], 13, "no namespace 'third'"),
         (["pin", "40,1", "--name", "x"], 13, "only 1 of 2 tokens"),
         (["evict"], 2, "nothing was named"),
+        (["evict"], 2, "pass --all, --tier"),
+        (["evict", "--namespace", "first", "--prefix", ","], 12, "an empty prefix"),
+        (["unpin", "absent"], 13, "kvstore names lists"),
         (["evict", "--all", "--wipe", "--yes"], 2, "--wipe is not done through a server"),
         (["show", "/etc/passwd", "--text"], 2, "pass --tokenizer"),
     ],
@@ -106,9 +116,46 @@ def test_an_error_is_the_one_it_is_there(served: Served, words: list[str], code:
     assert says in " ".join(run(*words, "--url", served.url, code=code).split())
 
 
+def test_quotas_and_ttls_through_a_server(made: Any, served: Served) -> None:
+    run("unpin", "greeting", "--url", served.url)
+    done = told("quota", "first", "--ram", "24KiB", "--yes", "--url", served.url)
+    assert (done["changed"], done["dry_run"], done["evicted"]) == (True, False, {"ram": 2})
+    assert [one["limit_bytes"] for one in told("quota", "--url", served.url)["quotas"]] == [24 << 10]
+    assert told("quota", "first", "--ram", "off", "--url", served.url)["quotas"] == []
+    assert told("namespace", "first", "--ttl", "3600", "--url", served.url)["ttl"] == 3600
+    assert "expire 3,600 seconds" in run("namespace", "first", "--url", served.url)
+    assert told("namespace", "first", "--no-ttl", "--url", served.url)["ttl"] == 0
+    run("evict", "--namespace", "second", "--yes", "--url", served.url)
+    assert told("namespace", "--drop-empty", "--yes", "--url", served.url)["dropped"] is True
+    assert [one["label"] for one in told("ls", "--url", served.url)["namespaces"]] == ["first"]
+
+
+def test_a_configuration_here_is_planned_there(served: Served, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", tmp_path, "--context", "10", "--set", "num_hidden_layers=3"]
+    assert told(*words, "--url", served.url) == told(*words)
+    assert told(*words, "--url", served.url)["layers"] == 3
+    assert run(*words, "--url", served.url) == run(*words)
+    machine = ["--memory", "80GB", "--devices", "2", "--flops", "4e14"]
+    assert told("plan", "llama-3.1-8b", *machine, "--url", served.url) == told("plan", "llama-3.1-8b", *machine)
+
+
+HERE_ALONE = {"demo", "doctor", "export", "import", "serve", "warm", "bench"}
+"""They need the store's files, or the machine, themselves."""
+
+
+def test_whatever_command_the_api_has_a_call_for_can_be_pointed_at_a_server() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    pointed = {name for name, one in commands.items() if any("--url" in option.opts for option in one.params)}
+    assert pointed == set(commands) - HERE_ALONE
+
+
 def test_without_the_token_a_change_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVSTORE_TOKEN")
-    assert "needs the token" in run("unpin", "greeting", "--url", served.url, code=2)
+    refused = run("unpin", "greeting", "--url", served.url, code=2)
+    assert "needs the token" in refused
+    assert "set KVSTORE_TOKEN" in refused
     assert "told only with the token" in run("ls", "first", "--url", served.url)
     monkeypatch.setenv("KVSTORE_TOKEN", TOKEN[:-1])
     assert "not the token" in run("stats", "--url", served.url, code=2)
