@@ -150,7 +150,7 @@ class DropAsked(Asked):
 
 def _reachable(tier: Any) -> Any:
     """Says of a tier that there is why nothing can be brought there from here. Raises ValueError."""
-    if tier in OUT_OF_REACH:
+    if isinstance(tier, str) and tier in OUT_OF_REACH:
         raise ValueError(f"nothing can be prefetched to {tier}: {OUT_OF_REACH[tier]}; use ram")
     return tier
 
