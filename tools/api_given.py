@@ -260,7 +260,10 @@ class HealthGiven(Given):
 
 
 class ServerGiven(Given):
-    """What this server is, to whoever asks. may_change: whether this request's token would be taken for changes."""
+    """What this server is, to whoever asks. streams: how many are open.
+
+    may_change: whether this request's token would be taken for changes.
+    """
 
     version: str
     path: str
@@ -268,6 +271,7 @@ class ServerGiven(Given):
     may_change: bool
     began: float
     every_s: float
+    streams: int
     settings: dict[str, str | int | float | None]
 
 

@@ -40,6 +40,7 @@ async def server(service: Behind, trusted: Trusted) -> dict[str, Any]:
         "may_change": trusted and not service.read_only,
         "began": service.began,
         "every_s": service.every_s,
+        "streams": service.streams,
         "settings": service.store.settings.to_dict(),
     }
 

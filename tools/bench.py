@@ -146,6 +146,38 @@ def index(
     _show(figures, f"{large:,} entries beside {small:,}", rows, as_json)
 
 
+def page(
+    tokens: Annotated[int, typer.Option(help="Tokens that are stored and resumed.")] = 4096,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each request adds.")] = 16,
+    seconds: Annotated[float, typer.Option(help="What a round of requests takes at least.", min=0.1)] = 6.0,
+    browser: Annotated[
+        bool, typer.Option("--browser", help="A headless Chromium opens the page: its work counts too.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="A folder, or a name on the hub.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the model.", min=1, show_default=False)] = None,
+    pairs: PairsOption = PAIRS,
+    path: FolderOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """Resumed requests while kvstore serve runs and a page of it is open, beside the same without. Takes four minutes.
+
+    The page is a program that asks what the page asks, as often; with --browser, a real one. Needs the extra serve.
+
+    Example:
+
+        kvstore bench page --tokens 4096 --json
+    """
+    from kvstore.tools.bench_page import Plan, measure
+    from kvstore.tools.model import obtain
+
+    with terminal.progress() as step:
+        chosen = model or str(obtain(step))
+        used = threads or len(os.sched_getaffinity(0))
+        figures = measure(Plan(chosen, folder_on_disk(path), tokens, new_tokens, pairs, used, seconds, browser), step)
+    samples = figures["page_over_none_samples"]
+    _show(figures, "A page that somebody watches", [_row("page_over_none", samples, samples["ratio"])], as_json)
+
+
 def vllm(
     rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 6,
     pairs: PairsOption = PAIRS,

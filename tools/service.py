@@ -156,6 +156,11 @@ class Service:
         """What is remembered, the oldest first."""
         return list(self._looks)
 
+    @property
+    def streams(self) -> int:
+        """How many watch."""
+        return len(self._watchers)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watcher]:
         """A watcher, as long as it watches. Raises TooManyWatchers past `WATCHERS`."""

@@ -51,7 +51,7 @@ def test_every_command_has_its_place(name: str) -> None:
 
 
 def test_no_command_is_named_that_does_not_exist() -> None:
-    named = set(re.findall(r"kvstore ([a-z]+(?: (?:resume|decode|tiers|index|vllm))?)\b", TEXT))
+    named = set(re.findall(r"kvstore ([a-z]+(?: (?:resume|decode|tiers|index|page|vllm))?)\b", TEXT))
     assert named <= set(commands()) | {"bench"}
 
 

@@ -23,6 +23,7 @@ SMALLER: dict[str, list[str]] = {
     "bench decode": ["--tokens", "300", "--threads", "1"],
     "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
     "bench tiers": ["--tokens", "256", "--pairs", "5"],
+    "bench page": ["--tokens", "128", "--pairs", "5", "--seconds", "0.3"],
 }
 """Arguments added to examples that would take minutes; the last of an option counts."""
 BEFORE: dict[str, str] = {"import": "export"}
@@ -35,6 +36,7 @@ KEYS: dict[str, set[str]] = {
     "bench decode": {"points", "kv_bytes_a_token"},
     "bench index": {"match", "reserve_publish", "victims"},
     "bench tiers": {"ram", "nvme"},
+    "bench page": {"page_over_none", "page"},
 }
 ELSEWHERE = {"bench vllm"}
 """Commands whose example runs in another environment, and is tested there; here they say so."""
@@ -66,7 +68,11 @@ def test_help_has_an_example_and_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("demo", "bench resume") else ()) for name in ALL]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("demo", "bench resume", "bench page") else ())
+        for name in ALL
+    ],
 )
 def test_the_example_runs_and_its_json_is_one_object(made: Any, name: str, request: pytest.FixtureRequest) -> None:
     more = SMALLER.get(name, [])
