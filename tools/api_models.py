@@ -185,7 +185,10 @@ class VerifyAsked(Asked):
 
 
 class Tier(Given):
-    """A tier; bytes. used_bytes are of slots that hold a block, allocated_bytes of files."""
+    """A tier; bytes. used_bytes are of slots that hold a block, allocated_bytes of files.
+
+    asked_bytes: the budget that was asked for; capped: why less is in force, empty where it is not.
+    """
 
     name: str
     budget_bytes: int
@@ -197,6 +200,8 @@ class Tier(Given):
     free_slots: int
     blocks: int
     used_bytes: int
+    asked_bytes: int
+    capped: str
 
 
 class StatsGiven(BaseModel):

@@ -10,10 +10,11 @@ from rich.markup import escape
 
 from kvstore.errors import NotFoundError, SettingsError
 from kvstore.identity import salt_digest
-from kvstore.sizes import format_size, parse_size
+from kvstore.sizes import counted, format_size, parse_size
 from kvstore.store import Store
 from kvstore.tools import terminal
 from kvstore.tools.answers import namespace_told
+from kvstore.tools.evict import evicted_words
 from kvstore.tools.standing import ID_DIGITS, find_namespace, standing_store
 
 OFF = "off"
@@ -28,13 +29,13 @@ def quota(
         str | None, typer.Option(help="What it may hold in nvme: a size, or off.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would have to go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before something is evicted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, neither to evict nor about a new salt.")] = False,
     path: terminal.PathOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Set, list, or take off what the namespaces under a salt may hold. Lowering a quota evicts down to it.
 
-    The store knows salts by their digests alone, which listings show.
+    The store knows salts by their digests alone, which listings show. One under which nothing is stored is asked about.
 
     Example:
 
@@ -49,10 +50,10 @@ def quota(
         done = False
         if salt is not None and changes:
             would = store.set_quota(salt, ram=in_ram, nvme=in_nvme, dry_run=True)
-            asks = sum(would.values()) and not dry_run
-            done = not dry_run and (not asks or terminal.confirmed(f"Evict {_blocks(would)}?", yes))
+            doubts = _doubts(store, salt, would, (in_ram, in_nvme))
+            done = not dry_run and (not doubts or terminal.confirmed(doubts, yes))
             evicted = store.set_quota(salt, ram=in_ram, nvme=in_nvme) if done else would if dry_run else {}
-        listed = quotas_told(store, salt)
+        listed = quotas_told(store, salt, known=not changes)
     if as_json:
         terminal.print_json({"quotas": listed, "changed": done, "dry_run": dry_run, "evicted": evicted})
     else:
@@ -60,7 +61,7 @@ def quota(
         columns = ("salt (digest)", "namespaces", "tier", "may hold", "holds", "")
         terminal.console().print(terminal.table("Quotas", columns, rows, right=(3, 4, 5)))
         if sum(evicted.values()):
-            terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {_blocks(evicted)}.")
+            terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {evicted_words(evicted)}.")
     if changes and not done and not dry_run:
         raise typer.Exit(1)
 
@@ -107,15 +108,27 @@ def namespace(
 
 def _drop(store: Store, dry_run: bool, yes: bool, as_json: bool) -> None:
     empty = store.drop_empty(dry_run=True)
-    done = bool(empty) and not dry_run and terminal.confirmed(f"Forget {len(empty)} namespaces?", yes)
+    done = bool(empty) and not dry_run and terminal.confirmed(f"Forget {counted(len(empty), 'namespace')}?", yes)
     gone = store.drop_empty() if done else empty if dry_run else []
     if as_json:
         listed = [{"root": one.root.hex(), "label": one.label, "salt": one.salt.hex()} for one in gone]
         terminal.print_json({"dropped": done, "dry_run": dry_run, "namespaces": listed})
     else:
-        terminal.console().print(f"{'Would forget' if dry_run else 'Forgot'} {len(gone):,} namespaces.")
+        terminal.console().print(f"{'Would forget' if dry_run else 'Forgot'} {counted(len(gone), 'namespace')}.")
     if empty and not done and not dry_run:
         raise typer.Exit(1)
+
+
+def _doubts(
+    store: Store, salt: str, would: dict[str, int], limits: tuple[int | EllipsisType | None, int | EllipsisType | None]
+) -> str:
+    """What to ask before a quota is set; empty for nothing."""
+    if sum(would.values()):
+        return f"Evict {evicted_words(would)}?"
+    known = {use.record.salt for use in store.namespaces()} | {use.salt for use in store.quotas()}
+    if salt_digest(salt) not in known and any(isinstance(one, int) for one in limits):
+        return f"Nothing is stored under the salt {salt!r}. Set a quota for it all the same?"
+    return ""
 
 
 def _limit(text: str | None) -> int | EllipsisType | None:
@@ -125,13 +138,13 @@ def _limit(text: str | None) -> int | EllipsisType | None:
     return None if text.lower() == OFF else parse_size(text)
 
 
-def quotas_told(store: Store, salt: str | None) -> list[dict[str, Any]]:
-    """Quotas with what is held of each, all or those of one salt. Raises NotFoundError."""
+def quotas_told(store: Store, salt: str | None, *, known: bool = True) -> list[dict[str, Any]]:
+    """Quotas with what is held of each, all or those of one salt. known: raises NotFoundError where it has nothing."""
     labels: dict[bytes, list[str]] = {}
     for use in store.namespaces():
         labels.setdefault(use.record.salt, []).append(use.record.label or use.record.root.hex()[:ID_DIGITS])
     wanted = salt_digest(salt) if salt is not None else None
-    if wanted is not None and wanted not in labels and not any(use.salt == wanted for use in store.quotas()):
+    if known and wanted is not None and wanted not in labels and not any(use.salt == wanted for use in store.quotas()):
         raise NotFoundError(f"nothing is stored under the salt {salt!r}, and it has no quota", "check the salt")
     return [
         {
@@ -149,7 +162,3 @@ def quotas_told(store: Store, salt: str | None) -> list[dict[str, Any]]:
 def _sizes(one: dict[str, Any]) -> tuple[str, str, str]:
     limit, used = one["limit_bytes"], one["used_bytes"]
     return format_size(limit), format_size(used), f"{used / limit:.0%}" if limit else ""
-
-
-def _blocks(counts: dict[str, int]) -> str:
-    return " and ".join(f"{count:,} blocks from {tier}" for tier, count in counts.items())
