@@ -132,9 +132,9 @@ class Assembly:
             unmapped=lambda window: pagelock.remove([window]),
             join_first=device is not None,
         )
-        return self._tier(RamTier, directory, wrap(medium), cap.bytes)
+        return self._tier(RamTier, directory, wrap(medium), cap.bytes, cap.reason or "")
 
-    def _tier(self, kind: type[_T], directory: Path, medium: Medium, budget: int) -> _T:
+    def _tier(self, kind: type[_T], directory: Path, medium: Medium, budget: int, why: str = "") -> _T:
         settings = self._settings
         durable = kind is NvmeTier
         index, block = opening.open_index(
@@ -143,6 +143,7 @@ class Assembly:
             store=self._store,
             budget=budget,
             asked=settings.nvme if durable else settings.ram,
+            why=why,
             segment_bytes=settings.nvme_segment_bytes if durable else settings.ram_segment_bytes,
             index_bytes=None,
             durable=durable,

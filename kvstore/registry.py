@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> tuple[Core, bool]:
     """The core of a directory, and whether it was opened for this call, observers told. Raises what opening raises."""
-    with _lock:
+    with _lock, superblock.undone(settings.path, settings.ram_directory):
         superblock.prepare_directory(settings.path)
         stat = settings.path.stat()
         key = (stat.st_dev, stat.st_ino)

@@ -1,4 +1,4 @@
-"""Serve one load: from a match to KV in the engine's buffers, and what is told of it.
+"""Serve one load: from a match to KV in the engine's buffers, and what is told of it; and whether a layout can be.
 
 Holds what is loaded, stops at the first block that cannot be had, and counts: hits by tier and misses by cause add up
 to the tokens asked for.
@@ -12,12 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.core import Core
-from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, SettingsError, StorageError
+from kvstore.errors import (
+    BudgetError,
+    BusyError,
+    ClosedError,
+    DamagedError,
+    KVStoreError,
+    NoSpaceError,
+    SettingsError,
+    StorageError,
+)
 from kvstore.events import Cause, Fault, Hit, Miss
+from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
 from kvstore.kv import KVBuffer
-from kvstore.layout import Part
+from kvstore.layout import Layout, Part
 from kvstore.match import Match
+from kvstore.sizes import MIB, format_size
 
 LEASE_MAX_S = 365 * 86_400.0
 
@@ -57,6 +68,27 @@ class Lease:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def refuse_large_blocks(core: Core, layout: Layout) -> None:
+    """Raises BudgetError when `ram` has no room for two of a layout's blocks: it could serve nothing."""
+    size = max(slot_bytes(layout.payload_bytes(group)) for group in range(len(layout.groups)))
+    whole, segment = core.ram.budget(), core.settings.ram_segment_bytes
+    block = f"a block of this layout ({layout.block_tokens} tokens) takes {format_size(size)}"
+    if 2 * size > segment:
+        problem = f"{block}: two do not fit a segment of {format_size(segment)}"
+        raise BudgetError(problem, f"set ram_segment_bytes to {_enough(2 * size)} or more")
+    if 2 * size > whole - core.ram.index.size:
+        asked = core.settings.ram
+        capped = f", all that this host can give of {format_size(asked)}" if whole < asked else ""
+        problem = f"{block}: two do not fit beside the index in a ram budget of {format_size(whole)}{capped}"
+        enough = _enough(2 * size + core.ram.index.size)
+        raise BudgetError(problem, f"set ram to {enough} or more, as KVSTORE_RAM or where you open it")
+
+
+def _enough(size: int) -> str:
+    """A size and what goes with it (superblock, arrays), in whole MiB."""
+    return format_size(-(-(size + size // 64 + MIB) // MIB) * MIB)
 
 
 def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:

@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``20GiB``, ``500MB``, ``1.5 GiB``, ``4096``.
+"""Sizes and numbers as people write them: ``20GiB``, ``500MB``, ``1.5 GiB``, ``4096``; ``1 block``, ``2 blocks``.
 
 Decimal units (kB, MB, …) count by 1000, binary ones (KiB, MiB, …) by 1024. A bare ``20G`` is refused, since half of
 the world's tools mean one by it and half the other. Must not know what a size is for.
@@ -56,6 +56,12 @@ def format_size(count: int) -> str:
     if power < 5 and round(count / KIB**power, 2) >= KIB:
         power += 1
     return f"{count / KIB**power:.2f}".rstrip("0").rstrip(".") + f" {'KMGTP'[power - 1]}iB"
+
+
+def counted(number: int, one: str) -> str:
+    """How many of something: ``1 block``, ``2,000 blocks``. one: a noun with a regular plural."""
+    plural = f"{one}es" if one.endswith("s") else f"{one}s"
+    return f"{number:,} {one if number == 1 else plural}"
 
 
 def _unit_remedy(number: str, unit: str) -> str:

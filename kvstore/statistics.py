@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.records import Usage, slot_counts
+from kvstore.tiers.segments import ASKED, WHY, get_number
 from kvstore.tiers.slotted import SlottedTier
 from kvstore.transaction import Database
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. Bytes; ``used_bytes`` are of slots that hold a block, ``allocated_bytes`` of files."""
+    """One tier. Bytes; ``used_bytes`` are of slots that hold a block, ``allocated_bytes`` of files.
+
+    asked_bytes: the budget that was asked for; capped: why less is in force, empty where it is not.
+    """
 
     name: str
     budget_bytes: int
@@ -25,6 +29,8 @@ class TierStats:
     free_slots: int
     blocks: int
     used_bytes: int
+    asked_bytes: int = 0
+    capped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ def tier_stats(tier: SlottedTier) -> TierStats:
     """What a tier holds now."""
     with tier.index.read() as txn:
         segments, slots, free = slot_counts(raw for _, raw in txn.scan(Database.SEGMENTS))
+        asked = get_number(txn, ASKED)
+        why = (txn.get(Database.META, WHY) or b"").decode()
     usage = sum_usage(tier.usage().values())
     return TierStats(
         name=tier.name,
@@ -69,6 +77,8 @@ def tier_stats(tier: SlottedTier) -> TierStats:
         free_slots=free,
         blocks=usage.blocks,
         used_bytes=usage.size,
+        asked_bytes=asked,
+        capped=why,
     )
 
 

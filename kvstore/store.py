@@ -16,7 +16,7 @@ from kvstore import registry, serving, tenants
 from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.days import Days
-from kvstore.errors import BudgetError, ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
+from kvstore.errors import ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
 from kvstore.events import Cause, Events, Fault, Matched, Observer
 from kvstore.eviction import Target
 from kvstore.header import slot_bytes
@@ -59,14 +59,7 @@ class Store:
         core = self._require()
         if not isinstance(ttl, int) or not 0 <= ttl < 1 << 63:
             raise SettingsError(f"a ttl of {ttl!r}", "give whole seconds, 0 for never")
-        for group in range(len(layout.groups)):
-            size = slot_bytes(layout.payload_bytes(group))
-            if 2 * size > min(core.ram.budget() - core.ram.index.size, core.settings.ram_segment_bytes):
-                raise BudgetError(
-                    f"a block of this layout takes {size} bytes: two do not fit a ram budget of {core.ram.budget()} in "
-                    f"segments of {core.settings.ram_segment_bytes}",
-                    "raise ram or ram_segment_bytes, or choose fewer tokens a block",
-                )
+        serving.refuse_large_blocks(core, layout)
         for tier in core.tiers:
             tier.grow_ahead(slot_bytes(layout.payload_bytes(0)))
         record = NamespaceRecord(layout.root(salt), salt_digest(salt), int(time.time()), ttl, label, layout.to_json())

@@ -9,10 +9,11 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -21,6 +22,7 @@ from kvstore.errors import (
     BusyError,
     DamagedError,
     FormatError,
+    KVStoreError,
     OwnershipError,
     PathError,
     PidNamespaceError,
@@ -36,7 +38,8 @@ MAGIC = b"KVSTORE\n"
 VERSION = 1
 _FIELDS = struct.Struct("<8sI4x16s")
 _DIGEST = struct.Struct("<Q")
-_OURS = frozenset({SUPERBLOCK, f"{SUPERBLOCK}.new", LOCK, OWNERS, "nvme", "kvstore.toml"})
+SETTINGS = "kvstore.toml"
+_OURS = frozenset({SUPERBLOCK, f"{SUPERBLOCK}.new", LOCK, OWNERS, "nvme", SETTINGS})
 OPEN_TIMEOUT_S = 30.0
 
 
@@ -81,20 +84,71 @@ def prepare_directory(path: Path) -> None:
 @contextmanager
 def opening(path: Path) -> Iterator[None]:
     """Hold the lock under which a store is made, opened and closed. Raises BusyError after half a minute."""
-    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + OPEN_TIMEOUT_S
+    fd = -1
     try:
-        deadline = time.monotonic() + OPEN_TIMEOUT_S
         while True:
+            if fd < 0:
+                fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise BusyError(f"{path} is being opened by another process", "try again in a moment") from None
                 time.sleep(0.01)
+                continue
+            if os.fstat(fd).st_nlink:
+                break
+            os.close(fd)  # who held it has withdrawn the store, and the file with it
+            fd = -1
         yield
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+@contextmanager
+def undone(path: Path, ram_directory: Path) -> Iterator[None]:
+    """Where a store cannot be opened that was not there before: nothing of it stays, nor a directory made for it."""
+    fresh = _is_unused(path)
+    missing = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    try:
+        yield
+    except BaseException:
+        if fresh:
+            _withdraw(path, ram_directory)
+            for place in missing:
+                with suppress(OSError):
+                    place.rmdir()
+        raise
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether there is nothing, or a directory that holds nothing but settings."""
+    try:
+        return all(entry.name == SETTINGS for entry in path.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _withdraw(path: Path, ram_directory: Path) -> None:
+    """Remove a store's files, unless a process has it open by now. What cannot be removed stays: an error is told."""
+    with suppress(KVStoreError, OSError):
+        if path.stat().st_uid != os.geteuid() or not (path / OWNERS).is_dir():
+            return
+        with opening(path):
+            living, _ = survey(path / OWNERS, None)
+            if living:
+                return
+            if (path / SUPERBLOCK).exists():
+                shutil.rmtree(ram_directory / ram_name(path, read_store_id(path)), ignore_errors=True)
+            for name in (SUPERBLOCK, f"{SUPERBLOCK}.new"):
+                (path / name).unlink(missing_ok=True)
+            for name in ("nvme", OWNERS):
+                shutil.rmtree(path / name, ignore_errors=True)
+            (path / LOCK).unlink()
 
 
 def store_id(path: Path) -> bytes:

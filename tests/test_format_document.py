@@ -181,7 +181,8 @@ def meta_keys() -> list[str]:
 
 def test_every_meta_key_of_the_code_is_documented() -> None:
     whole = [
-        *(segments.ALLOCATED, segments.BUDGET, segments.FIXED, segments.NEXT, slotted.STAMP_BASE, assembly.BOOT),
+        *(segments.ALLOCATED, segments.BUDGET, segments.ASKED, segments.WHY, segments.FIXED, segments.NEXT),
+        *(slotted.STAMP_BASE, assembly.BOOT),
         *(eviction.APPLIED, purge.EPOCH, purge.FLOOR, pins.EPOCH, quotas.EPOCH, scrubbing.WIPE_EPOCH, namespaces.NEXT),
     ]
     prefixes = [quotas._PREFIX, keeper.COUNTER, scrubbing.WIPED, scrubbing._FILL]

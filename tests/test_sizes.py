@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import SettingsError
-from kvstore.sizes import SIZE_LIMIT, format_size, parse_size
+from kvstore.sizes import SIZE_LIMIT, counted, format_size, parse_size
 
 UNITS = {
     "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
@@ -77,3 +77,8 @@ def test_what_is_not_a_size_is_refused(bad: object) -> None:
 def test_a_bare_letter_is_refused_and_both_meanings_are_offered() -> None:
     with pytest.raises(SettingsError, match=r"20GiB .* or 20GB"):
         parse_size("20G")
+
+
+def test_one_of_something_is_not_many() -> None:
+    assert [counted(number, "block") for number in (0, 1, 2000)] == ["0 blocks", "1 block", "2,000 blocks"]
+    assert counted(2, "process") == "2 processes"

@@ -19,10 +19,10 @@ from kvstore.events import Events, Evicted, Notice
 from kvstore.host import free_bytes
 from kvstore.index import Index
 from kvstore.records import Segment
-from kvstore.sizes import format_size
+from kvstore.sizes import MIB, format_size
 from kvstore.tiers import integrity, segments
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.transaction import Transaction
+from kvstore.transaction import Database, Transaction
 
 SUPERBLOCK = "TIER"
 SUPERBLOCK_BYTES = 4096
@@ -37,6 +37,8 @@ INDEX_SHARE = 128
 """One part in this many of a budget is its index: enough for slots of 0.75 MiB and more."""
 INDEX_MIN, INDEX_MAX = 1 << 20, 8 << 30
 SMALLEST_SEGMENT = 64 << 10
+USEFUL = 64 << 20
+"""The least budget that serves any model: two blocks, of 1 to 10 MiB each, have to fit beside the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +88,21 @@ def open_index(
     alone: bool,
     events: Events,
     asked: int | None = None,
+    why: str = "",
 ) -> tuple[Index, Superblock]:
     """The tier's index, its directory made when it is new, its budget in force.
 
-    asked: the budget before the host had its say, where that is another. alone: no other process has the store open;
-    only then may a budget shrink, or a tier be made anew. Raises BudgetError, FormatError, DamagedError, NoSpaceError.
+    asked: the budget before the host had its say, where that is another; why: what it said. alone: no other process has
+    the store open; only then may a budget shrink, or a tier be made anew. Raises BudgetError, FormatError,
+    DamagedError, NoSpaceError.
     """
     superblock = _existing(directory, store, alone, name, events)
     if superblock is None:
         wanted = index_bytes or default_index_bytes(budget)
         superblock = Superblock(store, wanted, segment_bytes)
         if budget < wanted + SUPERBLOCK_BYTES + SMALLEST_SEGMENT:
-            need = format_size(wanted + (1 << 20))
-            raise BudgetError(f"the {name} budget of {format_size(budget)} is too small", f"give it at least {need}")
+            problem = f"the {name} budget of {format_size(budget)} is too small: its index takes {format_size(wanted)}"
+            raise BudgetError(problem, _enough(name, wanted))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     elif alone and index_bytes is None:
         superblock = _widened(directory, superblock, default_index_bytes(budget), name, events)
@@ -111,7 +115,7 @@ def open_index(
         raise
     try:
         fixed = index.allocated + SUPERBLOCK_BYTES + (4096 if (directory / KEPT).exists() else 0)
-        index.write(lambda txn: _account(txn, fixed, budget, asked or budget, alone, name))
+        index.write(lambda txn: _account(txn, fixed, budget, (asked or budget, why), alone, name))
         if fresh:
             index.sync()
             _write_superblock(directory, superblock)
@@ -189,11 +193,13 @@ def _write_superblock(directory: Path, superblock: Superblock) -> None:
         os.close(fd)
 
 
-def _account(txn: Transaction, fixed: int, budget: int, asked: int, alone: bool, name: str) -> None:
+def _account(txn: Transaction, fixed: int, budget: int, wish: tuple[int, str], alone: bool, name: str) -> None:
     """Put the budget in force, and count the files that do not belong to a segment.
 
     What others were given stays theirs: a host that has less to give now does not keep this process from joining them.
+    wish: what was asked for, and why it is not given. Who opens a store as it stands has no wish of its own.
     """
+    asked, why = wish
     allocated = segments.get_number(txn, segments.ALLOCATED) - segments.get_number(txn, segments.FIXED) + fixed
     before = segments.get_number(txn, segments.BUDGET)
     if before and asked < before and not alone:
@@ -205,11 +211,20 @@ def _account(txn: Transaction, fixed: int, budget: int, asked: int, alone: bool,
     if budget < fixed + SMALLEST_SEGMENT:
         raise BudgetError(
             f"the {name} budget of {format_size(budget)} is too small: its index takes {format_size(fixed)}",
-            f"give it at least {format_size(fixed + (1 << 20))}, or remove the tier's directory",
+            f"{_enough(name, fixed)}; or remove the tier's directory, since an index never shrinks",
         )
     segments.put_number(txn, segments.FIXED, fixed)
     segments.put_number(txn, segments.ALLOCATED, allocated)
     segments.put_number(txn, segments.BUDGET, budget)
+    if asked != before:
+        segments.put_number(txn, segments.ASKED, asked)
+    if (asked, budget) != (before, before):
+        txn.put(Database.META, segments.WHY, why.encode() if budget < asked else b"")
+
+
+def _enough(name: str, fixed: int) -> str:
+    need = format_size(max(USEFUL, -(-fixed // MIB) * MIB + USEFUL // 2))
+    return f"set {name} to {need} or more: two blocks of a model, of 1 to 10 MiB each, have to fit beside the index"
 
 
 def refuse_larger_than_medium(name: str, budget: int, directory: Path) -> None:

@@ -19,6 +19,8 @@ from kvstore.transaction import Database, Transaction
 
 ALLOCATED = b"allocated"
 BUDGET = b"budget"
+ASKED, WHY = b"budget asked", b"budget why"
+"""What was asked for when the budget in force was set, and why it is less; empty where it is not."""
 NEXT = b"next segment"
 """Numbers are never used twice: another process may still have the files of a dropped segment open under its number."""
 

@@ -146,12 +146,12 @@ def set_quota(store: Store, salt: str, ram: str | None, nvme: str | None, dry_ru
     ram, nvme: a size, ``off`` for none, None for what there is. Raises SettingsError, NotFoundError.
     """
     limits = {tier: _limit(text) for tier, text in (("ram", ram), ("nvme", nvme)) if text is not None}
+    known = _is_known(store, salt_digest(salt))
     evicted = store.set_quota(salt, **limits, dry_run=dry_run) if limits else {}
     changed = bool(limits) and not dry_run
-    own = salt_digest(salt).hex()
-    found = quotas_told(store, None if limits else salt)
     return {
-        "quotas": [one for one in found if one["salt"] == own],
+        "quotas": quotas_told(store, salt, known=not limits),
+        "known": known,
         "changed": changed,
         "dry_run": dry_run,
         "evicted": evicted,
@@ -176,13 +176,18 @@ def drop_empty(store: Store, dry_run: bool) -> dict[str, Any]:
     return {"dropped": bool(gone) and not dry_run, "dry_run": dry_run, "namespaces": listed}
 
 
-def quotas_told(store: Store, salt: str | None, spell: Spell = whole) -> list[dict[str, Any]]:
-    """Quotas with what is held of each, all or those of one salt. Raises NotFoundError."""
+def _is_known(store: Store, salt: bytes) -> bool:
+    """Whether anything is stored under a salt, by its digest, or was allowed it."""
+    return any(use.record.salt == salt for use in store.namespaces()) or any(use.salt == salt for use in store.quotas())
+
+
+def quotas_told(store: Store, salt: str | None, spell: Spell = whole, *, known: bool = True) -> list[dict[str, Any]]:
+    """Quotas with what is held of each, all or those of one salt. known: raises NotFoundError where it has nothing."""
     labels: dict[bytes, list[str]] = {}
     for use in store.namespaces():
         labels.setdefault(use.record.salt, []).append(use.record.label or spell(use.record.root)[:ID_DIGITS])
     wanted = salt_digest(salt) if salt is not None else None
-    if wanted is not None and wanted not in labels and not any(use.salt == wanted for use in store.quotas()):
+    if known and wanted is not None and not _is_known(store, wanted):
         raise NotFoundError(f"nothing is stored under the salt {salt!r}, and it has no quota", "check the salt")
     return [
         {

@@ -17,7 +17,10 @@ class Given(BaseModel):
 
 
 class Tier(Given):
-    """A tier; bytes. used_bytes are of slots that hold a block, allocated_bytes of files."""
+    """A tier; bytes. used_bytes are of slots that hold a block, allocated_bytes of files.
+
+    asked_bytes: the budget that was asked for; capped: why less is in force, empty where it is not.
+    """
 
     name: str
     budget_bytes: int
@@ -29,6 +32,8 @@ class Tier(Given):
     free_slots: int
     blocks: int
     used_bytes: int
+    asked_bytes: int
+    capped: str
 
 
 class StatsGiven(BaseModel):
@@ -208,9 +213,13 @@ class QuotasGiven(Given):
 
 
 class QuotaChanged(Given):
-    """A salt's quotas. evicted: blocks by tier. confirm: what makes a dry run real, once, within two minutes."""
+    """A salt's quotas. known: whether it had any, or anything stored. evicted: blocks by tier.
+
+    confirm: what makes a dry run real, once, within two minutes.
+    """
 
     quotas: list[QuotaGiven]
+    known: bool
     changed: bool
     dry_run: bool
     evicted: dict[str, int]

@@ -178,6 +178,35 @@ def page(
     _show(figures, "A page that somebody watches", [_row("page_over_none", samples, samples["ratio"])], as_json)
 
 
+def commands(
+    entries: Annotated[int, typer.Option(help="Blocks of the store.", min=1)] = 1_000_000,
+    repeats: Annotated[int, typer.Option(help="Runs of each command, of which the median counts.", min=1)] = 3,
+    path: FolderOption = None,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """How long every command takes on a store of very many blocks, and when it says its first word.
+
+    For a million blocks it takes ten minutes and 2 GiB of disk.
+
+    Example:
+
+        kvstore bench commands --entries 100000 --json
+    """
+    from kvstore.tools.bench_commands import SOON_S, measure
+
+    with terminal.progress() as step:
+        figures = measure(entries, repeats, folder_on_disk(path), step)
+    if as_json:
+        terminal.print_json(figures)
+        return
+    rows = [
+        (name, f"{one['seconds']:.2f} s", f"{one['said_s']:.2f} s", "" if one["soon"] else f"after {SOON_S:g} s")
+        for name, one in figures["commands"].items()
+    ]
+    columns = ("command", "takes", "first word", "")
+    terminal.console().print(terminal.table(f"{figures['entries']:,} blocks", columns, rows, right=(1, 2)))
+
+
 def vllm(
     rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 6,
     pairs: PairsOption = PAIRS,

@@ -12,7 +12,7 @@ from kvstore.errors import AmbiguousError, DamagedError, NotFoundError, Settings
 from kvstore.identity import salt_digest
 from kvstore.listing import NamespaceUse
 from kvstore.match import Match, Namespace
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.store import Store
 from kvstore.tools import terminal
 from kvstore.tools.bundle import PACKED, RAW, Bundle, BundleWriter, Manifest
@@ -88,11 +88,11 @@ def export(
         terminal.print_json(told)
     elif dry_run:
         terminal.console().print(
-            f"Would export {len(matches):,} sequences, up to {format_size(int(told['payload_bytes']))}."
+            f"Would export {counted(len(matches), 'sequence')}, up to {format_size(int(told['payload_bytes']))}."
         )
     else:
         sizes = f"{format_size(int(told['payload_bytes']))} in {format_size(int(told['file_bytes']))}"
-        terminal.console().print(escape(f"Exported {told['tokens']:,} tokens, {sizes}, to {file}."))
+        terminal.console().print(escape(f"Exported {counted(told['tokens'], 'token')}, {sizes}, to {file}."))
         terminal.console().print(f"sha256 {told['sha256']}")
 
 
@@ -144,9 +144,10 @@ def import_(
     if as_json:
         terminal.print_json(told)
     elif dry_run:
-        terminal.console().print(escape(f"{file} is whole: {bundle.manifest.tokens:,} tokens."))
+        terminal.console().print(escape(f"{file} is whole: {counted(bundle.manifest.tokens, 'token')}."))
     else:
-        text = f"Imported {bundle.manifest.tokens:,} tokens into {told['label']}: {moved.blocks:,} new blocks."
+        new = counted(moved.blocks, "new block")
+        text = f"Imported {counted(bundle.manifest.tokens, 'token')} into {told['label']}: {new}."
         terminal.console().print(escape(text))
 
 

@@ -77,6 +77,7 @@ _bench.command()(command(bench.decode))
 _bench.command()(command(bench.tiers))
 _bench.command()(command(bench.index))
 _bench.command()(command(bench.page))
+_bench.command()(command(bench.commands))
 _bench.command()(command(bench.vllm))
 app.add_typer(_bench)
 

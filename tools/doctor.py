@@ -1,6 +1,7 @@
 """``kvstore doctor``: what this host and these settings allow, and what a store would refuse, before it is opened.
 
-Nothing is created but a probe file for O_DIRECT, which is deleted at once. Must not open the store.
+Nothing is created but a probe file for O_DIRECT, which is deleted at once. Must not open the store: of one that is
+there, indexes tell what budgets it was given.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from kvstore.errors import KVStoreError
 from kvstore.memory_home import orphans
 from kvstore.owners import survey
 from kvstore.settings import Settings
-from kvstore.sizes import GIB, MIB, format_size
+from kvstore.sizes import GIB, MIB, counted, format_size
 from kvstore.tools import terminal
+from kvstore.tools.standing import budgets
 
 PACKAGES = ("prefix-kvstore", "lmdb", "numpy", "xxhash", "zstandard", "torch", "transformers", "vllm")
 DESCRIPTORS_MIN = 1024
@@ -92,6 +94,9 @@ def _contained(subject: str, look: Callable[[Settings], Iterator[Finding]], sett
         return list(look(settings))
     except KVStoreError as error:
         return [_refused(subject, error)]
+    except PermissionError as error:
+        advice = "run as the user the store belongs to, or choose another path"
+        return [Finding(subject, f"{error.filename} may not be looked at", Grade.REFUSED, advice)]
 
 
 def _refused(subject: str, error: KVStoreError) -> Finding:
@@ -115,7 +120,8 @@ def _store(settings: Settings) -> Iterator[Finding]:
         superblock.read_store_id(path)
         yield Finding("store", f"{path}, format {superblock.VERSION}")
         superblock.refuse_other_namespaces(path, None)
-        yield Finding("in use", f"by {len(survey(path / superblock.OWNERS)[0])} processes of this PID namespace")
+        users = counted(len(survey(path / superblock.OWNERS)[0]), "process")
+        yield Finding("in use", f"by {users} of this PID namespace")
     elif not (there := _nearest(path)).is_dir():
         advice = "name a directory, or one that does not exist yet"
         yield Finding("store", f"{there} is not a directory", Grade.REFUSED, advice)
@@ -131,7 +137,8 @@ def _orphans(settings: Settings) -> Iterator[Finding]:
     left = orphans(settings.ram_directory)
     if left:
         size = format_size(sum(map(allocated_bytes, left)))
-        yield Finding("orphaned memory", f"{size} of {len(left)} stores that are gone", Grade.NOTE, ORPHANS_ADVICE)
+        text = f"{size}, left by {counted(len(left), 'store')} no longer there"
+        yield Finding("orphaned memory", text, Grade.NOTE, ORPHANS_ADVICE)
 
 
 def _filesystem(settings: Settings) -> Iterator[Finding]:
@@ -215,6 +222,24 @@ def _ram(settings: Settings) -> Iterator[Finding]:
         yield Finding("ram budget", f"{format_size(settings.ram)} can be had")
 
 
+def _in_force(settings: Settings) -> Iterator[Finding]:
+    """Budgets of a store that is there, where the host could not give what was asked for."""
+    if not (settings.path / superblock.SUPERBLOCK).is_file() or settings.path.stat().st_uid != os.geteuid():
+        return
+    try:
+        found = budgets(settings)
+    except KVStoreError as error:  # such as a store that this very process has open
+        yield Finding("budgets in force", f"they cannot be read: {error.problem}", Grade.NOTE, error.remedy)
+        return
+    for name, one in found.items():
+        if one.why:
+            text = f"{name}: {format_size(one.budget)} instead of {format_size(one.asked)}: {one.why}"
+            yield Finding("budgets in force", text, Grade.NOTE, "enlarge what limits it, then open the store anew")
+    if found and not any(one.why for one in found.values()):
+        text = ", ".join(f"{name} {format_size(one.budget)}" for name, one in found.items())
+        yield Finding("budgets in force", f"{text}: what was asked for")
+
+
 def _memory(settings: Settings) -> Iterator[Finding]:
     group = host.cgroup_memory_headroom()
     limit = "no control group limit" if group is None else f"{format_size(group)} left in the control group"
@@ -275,6 +300,7 @@ LOOKS: Mapping[str, Callable[[Settings], Iterator[Finding]]] = {
     "nvme budget": _nvme,
     "ram directory": _shared_memory,
     "ram budget": _ram,
+    "budgets in force": _in_force,
     "orphaned memory": _orphans,
     "open files": _descriptors,
     "file size": _file_size,

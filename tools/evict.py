@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.errors import SettingsError
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
 from kvstore.tools.standing import reading, standing_store
@@ -65,7 +65,7 @@ def evict(
             if wipe and not as_json:
                 terminal.say("A wipe would follow, of that and of what was evicted before.")
         else:
-            question = f"Evict {_words(would)}?" if target is not None else "Wipe what was evicted before?"
+            question = f"Evict {evicted_words(would)}?" if target is not None else "Wipe what was evicted before?"
             done = terminal.confirmed(question, yes)
             counts = dict.fromkeys(would, 0)
             if done and target is not None:
@@ -86,14 +86,14 @@ def _tell(dry_run: bool, done: bool, counts: dict[str, int] | None, more: dict[s
     if as_json:
         terminal.print_json({"dry_run": dry_run, "evicted": done, "blocks": counts or {}, **more})
     elif counts is not None and (dry_run or done):
-        terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {_words(counts)}.")
+        terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {evicted_words(counts)}.")
 
 
 def _evict_there(server: Remote, asked: dict[str, Any], dry_run: bool, yes: bool, as_json: bool) -> None:
     """The same through a server: counted, asked, then done as it was counted."""
     ask = server.counted("/v1/evict", asked)
     would = ask(True)
-    done = not dry_run and terminal.confirmed(f"Evict {_words(would['blocks'])}?", yes)
+    done = not dry_run and terminal.confirmed(f"Evict {evicted_words(would['blocks'])}?", yes)
     counts = would["blocks"] if dry_run else dict.fromkeys(would["blocks"], 0)
     if done:
         counts = ask(False)["blocks"]
@@ -106,10 +106,10 @@ def _show_wiped(wiped: Wiped) -> None:
     size = " and ".join(f"{format_size(size)} of {tier}" for tier, size in wiped.slots.items())
     terminal.console().print(f"Wiped {size}, and what the indexes held.")
     if wiped.unconfirmed:
-        terminal.say(f"{wiped.unconfirmed} processes did not answer: end them, then wipe again.")
+        terminal.say(f"{counted(wiped.unconfirmed, 'process')} did not answer: end them, then wipe again.")
     if wiped.left:
-        terminal.say(f"{wiped.left} slots were still being written: wipe again.")
+        terminal.say(f"Still being written: {counted(wiped.left, 'slot')}. Wipe again.")
 
 
-def _words(counts: dict[str, int]) -> str:
-    return " and ".join(f"{count:,} blocks from {tier}" for tier, count in counts.items())
+def evicted_words(counts: dict[str, int]) -> str:
+    return " and ".join(f"{counted(count, 'block')} from {tier}" for tier, count in counts.items())

@@ -29,6 +29,7 @@ TextOption = Annotated[bool, typer.Option("--text", help="The prompt is the text
 
 def explain(
     prompt: Annotated[str, typer.Argument(help="A file (text, JSONL chat, token ids), ids (1,2,3), a name, or -.")],
+    other: Annotated[str | None, typer.Argument(help="Another prompt to compare with, as --against.")] = None,
     against: Annotated[str | None, typer.Option(help="Another prompt to compare with; no store is asked.")] = None,
     namespace: Annotated[str | None, typer.Option(help="A label, or the beginning of a root; else the best.")] = None,
     salt: Annotated[str | None, typer.Option(help="Only namespaces under this salt.")] = None,
@@ -40,7 +41,7 @@ def explain(
 ) -> None:
     """Why a prompt missed: how much of it is stored in which tier, the first token that differs, and the likely cause.
 
-    With --against, two prompts are compared without a store. What is lost is counted in tokens, or in characters where
+    Two prompts are compared with each other, without a store. What is lost is counted in tokens, or in characters where
     there is no --tokenizer.
 
     Example:
@@ -48,6 +49,9 @@ def explain(
         kvstore explain 40,100,101,7,8,9 --path ./store
     """
     tokens = Tokens(tokenizer) if tokenizer is not None else None
+    if other is not None and against is not None:
+        raise SettingsError("three prompts were given", "pass two, or one with --against")
+    against = against if other is None else other
     if against is not None:
         found = compare(
             _side(_prompt(prompt, as_text), tokens),

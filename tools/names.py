@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.explain import TextOption, TokenizerOption
 from kvstore.tools.explaining import ago, moment
@@ -62,7 +62,8 @@ def pin(
     else:
         until = f"until {moment(told['expires'])}" if told["expires"] else "for good"
         size = format_size(told["pinned_bytes"])
-        terminal.console().print(escape(f"Pinned {told['tokens']:,} tokens as {name!r} {until}: {size} of each tier."))
+        tokens_told = counted(told["tokens"], "token")
+        terminal.console().print(escape(f"Pinned {tokens_told} as {name!r} {until}: {size} of each tier."))
 
 
 def unpin(
@@ -86,7 +87,8 @@ def unpin(
     if as_json:
         terminal.print_json(told)
     else:
-        terminal.console().print(escape(f"Forgot {name!r}: its {told['tokens']:,} tokens may be evicted again."))
+        size = counted(told["tokens"], "token")
+        terminal.console().print(escape(f"Forgot {name!r}: its {size} may be evicted again."))
 
 
 def names(
@@ -167,7 +169,7 @@ def _show_prefix(title: str, told: dict[str, Any]) -> None:
         ("namespace", f"{told['label']} {told['namespace'][:12]}"),
         ("tokens", f"{told['stored']:,} of {told['tokens']:,} are stored"),
         *(
-            (f"from {tier}", f"{count:,} tokens, {told['blocks'][tier]:,} blocks")
+            (f"from {tier}", f"{counted(count, 'token')}, {counted(told['blocks'][tier], 'block')}")
             for tier, count in told["by_tier"].items()
         ),
         ("KV", format_size(told["bytes"])),

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.statistics import Stats, by_middle
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
@@ -15,6 +16,8 @@ from kvstore.tools.standing import ID_DIGITS, find_namespace, reading, standing_
 from kvstore.tools.standins import MARK
 
 SHOWN_TOKENS = 8
+PROMPT_TOKENS = 4096
+"""Of the prompt whose size tells what a namespace's budget comes to."""
 CAUSES = {
     "absent": "never stored, or pushed out since: kvstore explain tells which",
     "writing": "it was just being written",
@@ -122,6 +125,9 @@ def _show_stats(found: Stats) -> None:
     ]
     columns = ("tier", "blocks", "in blocks", "allocated", "budget", "slots", "index")
     out.print(terminal.table(found.path, columns, rows, right=range(1, 7)))
+    for tier in found.tiers:
+        if tier.capped:
+            out.print(escape(f"{tier.name} has less than was asked for: {tier.capped}."))
     asked = found.asked_tokens
     served = [
         (f"served from {tier}", f"{tokens:,}", _share(tokens, asked), "") for tier, tokens in found.hit_tokens.items()
@@ -135,8 +141,10 @@ def _show_stats(found: Stats) -> None:
     if left:
         out.print(terminal.table("Not saved", ("where, and why", "blocks", ""), left, right=(1,)))
     paused = ", paused after faults of the disk" if found.mover_paused else ""
-    out.print(f"{found.processes} processes, {found.namespaces} namespaces, {found.names} names")
-    out.print(f"Waiting to be written to nvme: {found.mover_blocks} blocks, {format_size(found.mover_bytes)}{paused}")
+    parts = ((found.processes, "process"), (found.namespaces, "namespace"), (found.names, "name"))
+    out.print(", ".join(counted(number, one) for number, one in parts))
+    waiting = f"{counted(found.mover_blocks, 'block')}, {format_size(found.mover_bytes)}"
+    out.print(f"Waiting to be written to nvme: {waiting}{paused}")
 
 
 def _skipped(found: Stats) -> list[tuple[str, int]]:
@@ -154,16 +162,17 @@ def _show_namespaces(told: list[dict[str, Any]]) -> None:
             one["root"][:ID_DIGITS],
             one["label"],
             "salted" if one["salt"] else "",
+            format_size(one["token_bytes"] * PROMPT_TOKENS),
             *(_used(one["tiers"].get(tier, {"blocks": 0, "bytes": 0})) for tier in tiers),
         )
         for one in told
     ]
-    columns = ("root", "label", "", *tiers)
+    columns = ("root", "label", "", f"{PROMPT_TOKENS:,} tokens take", *tiers)
     terminal.console().print(terminal.table("Namespaces", columns, rows, right=range(3, len(columns))))
 
 
 def _used(usage: dict[str, int]) -> str:
-    return f"{usage['blocks']:,} blocks, {format_size(usage['bytes'])}"
+    return f"{counted(usage['blocks'], 'block')}, {format_size(usage['bytes'])}"
 
 
 def _show_prefixes(told: dict[str, Any]) -> None:
@@ -179,7 +188,7 @@ def _show_prefixes(told: dict[str, Any]) -> None:
         for one in shown
     ]
     columns = ("key", "tokens", "blocks", "used", "first tokens")
-    title = f"{use['label'] or use['root'][:ID_DIGITS]}: {total} sequences"
+    title = f"{use['label'] or use['root'][:ID_DIGITS]}: {counted(total, 'sequence')}"
     terminal.console().print(terminal.table(title, columns, rows, right=(1, 3)))
     if any(one["key"].startswith(MARK) for one in shown):
         terminal.say(f"Keys are told only with the token: what begins with {MARK} stands in for them.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,10 @@ def standing_store(path: Path | None) -> Iterator[Store]:
     if not present:
         raise FormatError(f"{where} is not a store", "check --path and KVSTORE_PATH; kvstore.open() makes a store")
     superblock.prepare_directory(where)
-    nvme = _budget(where / "nvme", durable=True) or 0
-    ram = _budget(settings.ram_directory / superblock.ram_name(where, superblock.read_store_id(where)), durable=False)
-    with kvstore.open(path, ram=ram or settings.ram, nvme=nvme, hbm=0) as store:
+    on_record = budgets(settings)
+    ram = on_record["ram"].budget if "ram" in on_record else settings.ram
+    nvme = on_record["nvme"].budget if "nvme" in on_record else 0
+    with kvstore.open(path, ram=ram, nvme=nvme, hbm=0) as store:
         yield store
 
 
@@ -70,8 +72,24 @@ def reading(store: Store) -> Iterator[None]:
         yield
 
 
-def _budget(directory: Path, durable: bool) -> int | None:
-    """The budget that a tier's index has on record; None where there is no such tier."""
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a tier's index has on record, in bytes. why: the host could not give what was asked for."""
+
+    budget: int
+    asked: int
+    why: str
+
+
+def budgets(settings: Settings) -> dict[str, Budget]:
+    """Of each tier that a store has, by its name, without opening it. Raises KVStoreError where it cannot be read."""
+    home = superblock.ram_name(settings.path, superblock.read_store_id(settings.path))
+    places = {"ram": settings.ram_directory / home, "nvme": settings.path / "nvme"}
+    found = {name: _on_record(directory, durable=name == "nvme") for name, directory in places.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _on_record(directory: Path, durable: bool) -> Budget | None:
     block = directory / SUPERBLOCK
     if not block.is_file():
         return None
@@ -82,7 +100,9 @@ def _budget(directory: Path, durable: bool) -> int | None:
     index = Index(directory / "index", size, durable=durable, name=directory.name)
     try:
         with index.read() as txn:
-            return segments.get_number(txn, segments.BUDGET) or None
+            budget, asked = (segments.get_number(txn, name) for name in (segments.BUDGET, segments.ASKED))
+            why = (txn.get(Database.META, segments.WHY) or b"").decode()
+            return Budget(budget, asked, why) if budget else None
     finally:
         index.close()
 

@@ -12,8 +12,9 @@ import typer
 from rich.markup import escape
 
 from kvstore.errors import SettingsError
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.tools import answers, remote, terminal
+from kvstore.tools.evict import evicted_words
 from kvstore.tools.standing import ID_DIGITS, standing_store
 
 Ask: TypeAlias = Callable[[bool], dict[str, Any]]
@@ -29,14 +30,14 @@ def quota(
         str | None, typer.Option(help="What it may hold in nvme: a size, or off.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would have to go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before something is evicted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, neither to evict nor about a new salt.")] = False,
     path: terminal.PathOption = None,
     url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
     """Set, list, or take off what the namespaces under a salt may hold. Lowering a quota evicts down to it.
 
-    The store knows salts by their digests alone, which listings show.
+    The store knows salts by their digests alone, which listings show. One under which nothing is stored is asked about.
 
     Example:
 
@@ -50,8 +51,8 @@ def quota(
     else:
         with _quota_of(salt, ram, nvme, path, url) as ask:
             told = ask(True)
-            asks = sum(told["evicted"].values())
-            if changes and not dry_run and (not asks or terminal.confirmed(f"Evict {_blocks(told['evicted'])}?", yes)):
+            doubts = _doubts(salt, told, (ram, nvme))
+            if changes and not dry_run and (not doubts or terminal.confirmed(doubts, yes)):
                 told = ask(False)
             elif not dry_run:
                 told = {**told, "dry_run": False, "evicted": {}}
@@ -62,7 +63,7 @@ def quota(
         columns = ("salt (digest)", "namespaces", "tier", "may hold", "holds", "")
         terminal.console().print(terminal.table("Quotas", columns, rows, right=(3, 4, 5)))
         if sum(told["evicted"].values()):
-            terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {_blocks(told['evicted'])}.")
+            terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {evicted_words(told['evicted'])}.")
     if changes and not told["changed"] and not dry_run:
         raise typer.Exit(1)
 
@@ -113,7 +114,7 @@ def namespace(
 def _drop(ask: Ask, dry_run: bool, yes: bool, as_json: bool) -> None:
     told = ask(True)
     empty = len(told["namespaces"])
-    if empty and not dry_run and terminal.confirmed(f"Forget {empty} namespaces?", yes):
+    if empty and not dry_run and terminal.confirmed(f"Forget {counted(empty, 'namespace')}?", yes):
         told = ask(False)
     elif not dry_run:
         told = {"dropped": False, "dry_run": False, "namespaces": []}
@@ -121,9 +122,18 @@ def _drop(ask: Ask, dry_run: bool, yes: bool, as_json: bool) -> None:
         terminal.print_json(told)
     else:
         gone = len(told["namespaces"])
-        terminal.console().print(f"{'Would forget' if dry_run else 'Forgot'} {gone:,} namespaces.")
+        terminal.console().print(f"{'Would forget' if dry_run else 'Forgot'} {counted(gone, 'namespace')}.")
     if empty and not told["dropped"] and not dry_run:
         raise typer.Exit(1)
+
+
+def _doubts(salt: str, would: dict[str, Any], limits: tuple[str | None, str | None]) -> str:
+    """What to ask before a quota is set; empty for nothing."""
+    if sum(would["evicted"].values()):
+        return f"Evict {evicted_words(would['evicted'])}?"
+    if not would["known"] and any(one is not None and one.lower() != answers.OFF for one in limits):
+        return f"Nothing is stored under the salt {salt!r}. Set a quota for it all the same?"
+    return ""
 
 
 def _all_quotas(path: Path | None, url: str | None) -> list[dict[str, Any]]:
@@ -158,7 +168,3 @@ def _emptied(path: Path | None, url: str | None) -> Iterator[Ask]:
 def _sizes(one: dict[str, Any]) -> tuple[str, str, str]:
     limit, used = one["limit_bytes"], one["used_bytes"]
     return format_size(limit), format_size(used), f"{used / limit:.0%}" if limit else ""
-
-
-def _blocks(counts: dict[str, int]) -> str:
-    return " and ".join(f"{count:,} blocks from {tier}" for tier, count in counts.items())

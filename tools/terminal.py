@@ -50,7 +50,14 @@ def _one_store(context: typer.Context, value: str | None) -> str | None:
 
 PathOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--path", envvar="KVSTORE_PATH", help="The store's directory.", show_default=False, is_eager=True),
+    typer.Option(
+        "--path",
+        envvar="KVSTORE_PATH",
+        help="The store's directory.",
+        show_default=False,
+        is_eager=True,
+        readable=False,  # the store tells whose it is, by an error with a code of its own
+    ),
 ]
 UrlOption: TypeAlias = Annotated[
     str | None,

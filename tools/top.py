@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from kvstore.listing import Prefix
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.statistics import Stats
 from kvstore.store import Store
 from kvstore.tools import remote, terminal
@@ -53,6 +53,8 @@ def top(
         screen = terminal.console()
         now = source.stats()
         with Live(console=screen, auto_refresh=False, transient=False) as live:
+            if screen.is_terminal:  # what is there needs no interval to be seen
+                live.update(_view(now, between(now, now, every), source.sequences(now)), refresh=True)
             taken = 0
             while not count or taken < count:
                 now, last = _wait(source, now, every)
@@ -154,7 +156,8 @@ def _view(now: Stats, last: Interval, listed: Sequences) -> Group:
         for kind, chosen in listed.items()
         for one in chosen
     ]
-    title = f"{now.path}: {now.processes} processes, {last.asked:,} tokens asked in {last.seconds:.1f} s"
+    asked = f"{counted(last.asked, 'token')} asked in {last.seconds:.1f} s"
+    title = f"{now.path}: {counted(now.processes, 'process')}, {asked}"
     parts: list[Any] = [terminal.table(title, columns, tiers, right=range(1, 6))]
     if misses:
         parts.append(terminal.table("Missed", ("cause", "tokens"), misses, right=(1,)))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from kvstore.sizes import counted
 from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
 from kvstore.tools.standing import standing_store
@@ -41,10 +42,10 @@ def verify(
             out.print(escape(problem))
         if len(report.problems) > SHOWN:
             out.print(f"… and {len(report.problems) - SHOWN} more")
-        checked = "books" if books_only else f"books and {report.checked:,} blocks"
-        out.print(f"Checked {checked}: " + ("all is well" if report.ok else f"{len(report.problems)} problems"))
+        checked = "books" if books_only else f"books and {counted(report.checked, 'block')}"
+        out.print(f"Checked {checked}: " + ("all is well" if report.ok else counted(len(report.problems), "problem")))
         if report.repaired:
-            out.print(f"Repaired: {report.repaired:,} blocks were removed")
+            out.print(f"Repaired, by removal: {counted(report.repaired, 'block')}")
     if not report.ok:
         raise typer.Exit(1)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.sizes import format_size
+from kvstore.sizes import counted, format_size
 from kvstore.statistics import Stats, TierStats, by_middle
 
 FULL_SHARE = 0.98
@@ -95,17 +95,19 @@ def pressure(now: Stats, last: Interval) -> list[str]:
             "kvstore doctor and the system's log tell more."
         )
     for fault, count in last.faults.items():
-        found.append(f"{count} faults of {fault.replace('.', ': ')}: kvstore verify and the system's log tell more.")
+        what = f"{counted(count, 'fault')} of {fault.replace('.', ': ')}"
+        found.append(f"{what}: kvstore verify and the system's log tell more.")
     for what, blocks in last.skipped.items():
         where, _, reason = what.partition(".")
-        found.append(f"{blocks:,} blocks were not saved to {where} ({reason}). {REMEDIES.get(reason, '')}".strip())
+        found.append(f"Not saved to {where} ({reason}): {counted(blocks, 'block')}. {REMEDIES.get(reason, '')}".strip())
     evicted = {name.partition(".")[0]: blocks for name, blocks in last.evicted.items() if name.endswith(".lru")}
     for tier in now.tiers:
         if evicted.get(tier.name):  # full, be it of blocks, or of entries in its index
-            told = f"{tier.name} is full: {evicted[tier.name]:,} blocks were pushed out to make room."
+            told = f"{tier.name} is full: {counted(evicted[tier.name], 'block')} had to make room."
             found.append(f"{told} A larger budget than {format_size(tier.budget_bytes)} would keep them.")
         elif is_full(tier):
             found.append(f"{tier.name} is full: what is saved next pushes out what was not used for longest.")
+    found += [f"{tier.name} has less than was asked for: {tier.capped}." for tier in now.tiers if tier.capped]
     if now.mover_bytes > last.seconds * max(1.0, last.rates.get("move ram to nvme", 0.0)) * 10:
         found.append(
             f"{format_size(now.mover_bytes)} wait for nvme: it is slower than what is saved. Put it on a faster disk."

@@ -23,7 +23,7 @@ from kvstore.tools.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
 SALTS = ("first", "second")
-LONG = {"demo", "bench resume", "bench decode", "bench index", "bench tiers", "bench vllm"}
+LONG = {"demo", "bench resume", "bench decode", "bench index", "bench commands", "bench tiers", "bench vllm"}
 """Run by `test_examples` with smaller numbers: as they are printed they take minutes."""
 MODEL = {"warm": "--model"}
 """The model that is used where none is named has to be fetched first."""
@@ -96,6 +96,21 @@ def test_the_example_runs_as_it_is_printed(talked: Path, tiny_model: Path, tmp_p
     told = run(tmp_path, example(name) + more)
     assert told.stdout.strip()
     assert "Traceback" not in told.stderr
+
+
+def test_the_first_ten_minutes_go_as_they_are_printed(tiny_model: Path, tmp_path: Path) -> None:
+    text = (ROOT / "kvstore" / "COMMANDS.md").read_text()
+    walk = re.search(r"<!-- walk -->\n```\n(.*?)```", text, re.DOTALL)
+    assert walk is not None
+    printed = "~/.cache/kvstore/models/SmolLM2-135M-Instruct"
+    lines = walk[1].replace(printed, str(tiny_model)).replace("kvstore warm", f"kvstore warm --model {tiny_model}")
+    assert str(tiny_model) in lines.splitlines()[1]
+    told = run(tmp_path, f"set -e; export KVSTORE_RAM=64MiB KVSTORE_NVME=128MiB\n{lines}").stdout
+    assert "tokens match in" in told  # explain, of the store
+    assert "of 85 characters agree" in told  # and of two files
+    assert "Imported 85 tokens" in told
+    assert told.count("85 of 85 are stored") == 2
+    assert "all is well" in told
 
 
 def run(place: Path, line: str) -> subprocess.CompletedProcess[str]:

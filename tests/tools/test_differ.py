@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 from words import Words
 
+from kvstore.errors import SettingsError
 from kvstore.tools.cli import app
 from kvstore.tools.differ import Side, compare, shared_tokens
 
@@ -260,6 +261,8 @@ def test_two_files_are_compared_without_a_store(tmp_path: Path) -> None:
     found = json.loads(explained(tmp_path / "a.txt", "--against", tmp_path / "b.txt", "--json"))
     assert [cause["code"] for cause in found["causes"]] == ["byte-order-mark", "line-ending"]
     assert "byte-order-mark" in explained(tmp_path / "a.txt", "--against", tmp_path / "b.txt")
+    assert json.loads(explained(tmp_path / "a.txt", tmp_path / "b.txt", "--json")) == found
+    explained(tmp_path / "a.txt", tmp_path / "b.txt", "--against", tmp_path / "a.txt", code=SettingsError.exit_code)
     assert not (tmp_path / "store").exists()
 
 

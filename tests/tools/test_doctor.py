@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
-from kvstore.errors import PathError
+from kvstore import assembly
+from kvstore.errors import KVStoreError, OwnershipError, PathError
+from kvstore.host import Cap
 from kvstore.settings import Settings
 from kvstore.tools.cli import app
 from kvstore.tools.doctor import LOOKS, Finding, Grade, allocated_bytes, examine
@@ -84,6 +87,58 @@ def test_memory_of_stores_that_are_gone_is_found(made: Any) -> None:
     assert not [finding for finding in examine(made.path) if finding.subject == "orphaned memory"]
     shutil.rmtree(made.path)
     assert found(made.path, "orphaned memory").grade is Grade.NOTE
+
+
+def test_a_budget_that_the_host_could_not_give_is_told_with_the_reason(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = found(made.path, "budgets in force")
+    assert (told.grade, told.value) == (Grade.OK, "ram 8 MiB, nvme 16 MiB: what was asked for")
+    with monkeypatch.context() as small:
+        small.setattr(assembly, "ram_cap", lambda asked, directory, there: Cap(12 << 20, "the host is small"))
+        kvstore.open(made.path, ram="64MiB", nvme="16MiB").close()
+    for _ in range(2):  # looking at it changes nothing
+        ram = json.loads(CliRunner().invoke(app, ["stats", "--path", str(made.path), "--json"]).stdout)["tiers"][0]
+        assert (ram["budget_bytes"], ram["asked_bytes"], ram["capped"]) == (12 << 20, 64 << 20, "the host is small")
+    told = found(made.path, "budgets in force")
+    assert (told.grade, told.value) == (Grade.NOTE, "ram: 12 MiB instead of 64 MiB: the host is small")
+    for words in (["stats"], ["top", "--every", "0.1", "--count", "1"]):
+        text = CliRunner().invoke(app, [*words, "--path", str(made.path)]).stdout
+        assert "ram has less than was asked for: the host is small" in text
+    kvstore.open(made.path, ram="16MiB", nvme="16MiB").close()
+    assert found(made.path, "budgets in force").value == "ram 16 MiB, nvme 16 MiB: what was asked for"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["stats"], OwnershipError.exit_code), (["evict", "--all", "--yes"], OwnershipError.exit_code), (["doctor"], 1)],
+)
+def test_a_store_of_another_user_has_its_own_exit_code(words: list[str], code: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can try to be somebody else")
+    with tempfile.TemporaryDirectory() as common:
+        path = Path(common) / "store"
+        kvstore.open(path, ram="8MiB", nvme=0).close()
+        Path(common).chmod(0o755)
+        CliRunner().invoke(app, [*words, "--path", str(path)])  # what is imported late, somebody else may not read
+        child = os.fork()
+        if child == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            done = CliRunner().invoke(app, [*words, "--path", str(path)])
+            os._exit(99 if "Traceback" in done.output else done.exit_code)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == code
+
+
+@pytest.mark.parametrize("place", ["/dev/shm", "/proc", "/proc/not/there", "/sys", "/dev/null"])
+def test_what_cannot_be_a_store_is_refused_as_opening_it_would_be(place: str) -> None:
+    path = Path(place)
+    refused = [finding for finding in examine(path) if finding.grade is Grade.REFUSED]
+    with pytest.raises(KVStoreError):
+        kvstore.open(path, ram="8MiB", nvme="16MiB")
+    assert refused
 
 
 def test_json_is_one_object_and_the_exit_code_says_whether_anything_is_refused(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from typer.main import get_command
 
 from kvstore.tools.cli import app
 
+SLOW = ("demo", "bench resume", "bench commands", "bench page")
 SMALLER: dict[str, list[str]] = {
     "demo": ["--tokens", "128"],
     "bench resume": ["--tokens", "128", "--cold-tokens", "64", "--pairs", "5"],
     "bench decode": ["--tokens", "300", "--threads", "1"],
     "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
+    "bench commands": ["--entries", "1025", "--repeats", "1"],
     "bench tiers": ["--tokens", "256", "--pairs", "5"],
     "bench page": ["--tokens", "128", "--pairs", "5", "--seconds", "0.3"],
 }
@@ -35,6 +37,7 @@ KEYS: dict[str, set[str]] = {
     "bench resume": {"ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead"},
     "bench decode": {"points", "kv_bytes_a_token"},
     "bench index": {"match", "reserve_publish", "victims"},
+    "bench commands": {"entries", "commands", "late"},
     "bench tiers": {"ram", "nvme"},
     "bench page": {"page_over_none", "page"},
 }
@@ -67,13 +70,7 @@ def test_help_has_an_example_and_json(name: str) -> None:
     assert all(getattr(option, "help", None) for option in ALL[name].params if option.name != "help"), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("demo", "bench resume", "bench page") else ())
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ALL])
 def test_the_example_runs_and_its_json_is_one_object(made: Any, name: str, request: pytest.FixtureRequest) -> None:
     more = SMALLER.get(name, [])
     if name in ELSEWHERE:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvstore
 from kvstore import tenants
-from kvstore.errors import SettingsError, TokenError
+from kvstore.errors import NotFoundError, SettingsError, TokenError
 from kvstore.identity import Extra
 from kvstore.kv import HostKV
 from kvstore.store import Store
@@ -62,6 +62,19 @@ def test_a_quota_is_kept_by_later_saves_and_can_be_taken_off(made: Any) -> None:
     assert run("quota", "first", "--nvme", "off", "--path", made.path)["quotas"][0]["tier"] == "ram"
     assert len(run("quota", "--path", made.path)["quotas"]) == 1
     run("quota", "first", "--ram", "off", "--path", made.path)
+    assert run("quota", "--path", made.path)["quotas"] == []
+
+
+def test_a_salt_under_which_nothing_is_stored_is_asked_about(made: Any) -> None:
+    assert run("quota", "frist", "--nvme", "1MiB", "--path", made.path, code=1)["quotas"] == []
+    assert run("quota", "--path", made.path)["quotas"] == []
+    would = run("quota", "later", "--nvme", "1MiB", "--dry-run", "--path", made.path)
+    assert (would["changed"], would["quotas"]) == (False, [])
+    (kept,) = run("quota", "later", "--nvme", "1MiB", "--yes", "--path", made.path)["quotas"]
+    assert (kept["labels"], kept["used_bytes"]) == ("", 0)
+    run("quota", "later", "--nvme", "2MiB", "--path", made.path)  # known by now
+    assert run("quota", "later", "--nvme", "off", "--path", made.path)["quotas"] == []
+    run("quota", "later", "--path", made.path, code=NotFoundError.exit_code)
     assert run("quota", "--path", made.path)["quotas"] == []
 
 

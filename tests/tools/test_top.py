@@ -45,13 +45,13 @@ def test_an_interval_is_what_was_counted_in_it() -> None:
     [
         (replace(QUIET, mover_paused=True), "nvme is not written at present"),
         (after(fault__nvme__write=3), "3 faults of nvme: write"),
-        (after(skip__ram__full__blocks=7), "7 blocks were not saved to ram (full)"),
+        (after(skip__ram__full__blocks=7), "Not saved to ram (full): 7 blocks."),
         (replace(QUIET, mover_bytes=1 << 30), "1 GiB wait for nvme"),
         (after(asked__tokens=5000, hit__ram__tokens=100), "Only 2% of the tokens"),
         (replace(QUIET, tiers=(replace(RAM, allocated_bytes=100, free_slots=0),)), "ram is full: what is saved next"),
         (
             replace(after(evict__ram__lru__blocks=4), tiers=(replace(RAM, allocated_bytes=100, free_slots=1),)),
-            "ram is full: 4 blocks were pushed out",
+            "ram is full: 4 blocks had to make room",
         ),
     ],
 )
@@ -63,7 +63,7 @@ def test_every_reason_for_which_blocks_are_not_saved_has_a_remedy() -> None:
     assert REMEDIES.keys() == SKIPS.keys()
     for reason, remedy in REMEDIES.items():
         (told,) = pressure(QUIET, between(QUIET, after(**{f"skip__nvme__{reason}__blocks": 1}), 1.0))
-        assert told == f"1 blocks were not saved to nvme ({reason}). {remedy}"
+        assert told == f"Not saved to nvme ({reason}): 1 block. {remedy}"
 
 
 def test_a_look_at_a_store(made: Any) -> None:

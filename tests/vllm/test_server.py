@@ -1,4 +1,4 @@
-"""The OpenAI server, with a real model: a chat goes on after a restart, and salts are those of requests."""
+"""The OpenAI server, with a real model: a chat goes on after a restart, salts are those of requests, and it warms."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ pytestmark = [
 ]
 ROOM = {"ram": "512MiB", "nvme": "1GiB", "ram_segment_bytes": "64MiB", "nvme_segment_bytes": "64MiB"}
 STORY = "Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 88
+RULES = ("Answer in short sentences, never guess, and say where you know it from. " * 40).strip()
+"""Warmed by the command line; what the server is asked next begins with it."""
 QUESTION = {"role": "user", "content": f"{STORY}\nWho had three sons?"}
 
 
@@ -82,15 +84,21 @@ class Server:
 
     def chat(self, *messages: dict[str, str], **more: Any) -> dict[str, Any]:
         """A greedy answer."""
-        body = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 16, **more}
+        return self._ask("chat/completions", {"messages": messages, "max_tokens": 16, **more})
+
+    def _ask(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions",
-            json.dumps(body).encode(),
+            f"http://127.0.0.1:{self.port}/v1/{call}",
+            json.dumps({"model": "m", "temperature": 0, **body}).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
             told: dict[str, Any] = json.load(answer)
         return told
+
+    def complete(self, prompt: str, **more: Any) -> dict[str, Any]:
+        """One token after a text."""
+        return self._ask("completions", {"prompt": prompt, "max_tokens": 1, **more})
 
     def metrics(self) -> str:
         """The page for Prometheus."""
@@ -130,13 +138,34 @@ def best(answer: dict[str, Any]) -> dict[str, float]:
     return {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
 
 
-def test_a_chat_goes_on_after_the_server_was_restarted(place: Place, model: Path) -> None:
+def warm(place: Place, server: Server, *words: str | Path) -> Any:
+    """`kvstore warm --engine`, in a process of its own beside the server."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvstore.tools.cli", "warm", *map(str, words), "--json"),
+            *("--engine", f"http://127.0.0.1:{server.port}", "--path", str(place.path)),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "KVSTORE_RAM_DIRECTORY": str(place.settings["ram_directory"])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_chat_and_what_was_warmed_are_there_after_the_server_was_restarted(place: Place, model: Path) -> None:
     probable = {"logprobs": True, "top_logprobs": 5}
     with Server(place, model) as server:
         first = server.chat(QUESTION, **probable)
         assert cached(first) == 0
         salted = server.chat(QUESTION, cache_salt="tenant")
         assert cached(salted) == 0
+        warmed = warm(place, server, RULES, "--text", "--salt", "house", "--name", "rules")
+        assert (warmed["model"], warmed["already_there"], warmed["prefilled"]) == ("m", 0, warmed["tokens"])
+        assert warmed["tokens"] > 500
+        assert warm(place, server, RULES, "--text", "--salt", "house")["prefilled"] <= 1
     said, asked = first["choices"][0]["message"], first["usage"]["prompt_tokens"]
     assert asked > 2000
     with Server(place, model) as server:
@@ -150,6 +179,12 @@ def test_a_chat_goes_on_after_the_server_was_restarted(place: Place, model: Path
         assert cached(following) >= asked - 1
         assert cached(server.chat(QUESTION, cache_salt="tenant")) == asked - 1
         assert cached(server.chat(QUESTION, cache_salt="another")) == 0
+        known = place.path.parent / "chat.jsonl"
+        known.write_text(json.dumps(QUESTION) + "\n")
+        assert warm(place, server, known)["already_there"] > 2000
+        assert warm(place, server, RULES, "--text", "--salt", "house")["prefilled"] <= 1
+        followed = server.complete(f"{RULES} Go on.", cache_salt="house")
+        assert cached(followed) >= warmed["tokens"] - 1
         page = server.metrics()
     assert "vllm:kvstore_hit_tokens_total{" in page
     assert "vllm:kvstore_prefill_tokens_total{" in page
