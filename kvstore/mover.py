@@ -150,8 +150,8 @@ class Mover:
         under_way: _Batch | None = None
         while True:
             with self._changed:
-                if under_way is None:
-                    self._changed.wait_for(lambda: self._stopping or (self._queue and not self.paused), self._wait())
+                while under_way is None and not (self._stopping or (self._queue and not self.paused)):
+                    self._changed.wait(self._wait())
                 if self._stopping and under_way is None:
                     return
                 moves = self._take() if self._queue and not (self.paused or self._stopping) else []
@@ -179,6 +179,7 @@ class Mover:
         return None
 
     def _wait(self) -> float | None:
+        """Nobody tells of the end of a pause; what was queued during one waits for it."""
         return max(0.05, self._paused_until - time.monotonic()) if self._queue else None
 
     def _take(self) -> list[Move]:
