@@ -132,8 +132,13 @@ class Mover:
             return self.idle
 
     def close(self, timeout: float) -> bool:
-        """Finish what waits, as far as that is done within ``timeout`` seconds, then stop."""
-        done = self.flush(timeout)
+        """Finish what waits, as far as that is done within ``timeout`` seconds or until a Ctrl-C, then stop."""
+        try:
+            return self.flush(timeout)
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         with self._changed:
             self._stopping = True
             left, self._queued = len(self._queue), 0
@@ -142,7 +147,6 @@ class Mover:
         if left:
             self._events.emit(Skipped(self._nvme.name, "closing", left))
         self._thread.join()
-        return done
 
     def _run(self) -> None:
         """Take a batch and begin to write it, then finish the one before: the disk never waits for the index."""
