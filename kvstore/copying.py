@@ -43,6 +43,22 @@ class Job(Future[T]):
                 raise
             self.set_exception(error)
 
+    def begin(self, pool: ThreadPoolExecutor, among: list[Job[T]] | None = None) -> None:
+        """Have the work done in a pool or, where no thread is to be had, here. among: gets this, before it is begun.
+
+        Python ends its pools when the main thread ends, though other threads may go on for hours. A pool that could
+        not start a thread keeps the job queued all the same; it must not run a second time then, when its slots are
+        others'. With a Ctrl-C in here it is done before that is raised, or goes on among those the caller waits for.
+        """
+        try:
+            if among is not None:
+                among.append(self)
+            pool.submit(self.run)
+        except BaseException as error:
+            self.run()
+            if not isinstance(error, RuntimeError):
+                raise
+
 
 class CopyThreads:
     """Three pools: ``copy`` for memory, ``read`` for disks, ``write`` for what the mover writes to one.
@@ -62,17 +78,19 @@ class CopyThreads:
         self._spare: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 
-    def copy(self, work: Callable[[], T]) -> Job[T]:
-        """Run a copy."""
-        return _submit(self._behind if stepped_back() else self._copy, work)
+    def copy(self, work: Callable[[], T], among: list[Job[T]]) -> None:
+        """Run a copy. among: gets the job."""
+        Job(work).begin(self._behind if stepped_back() else self._copy, among)
 
-    def read(self, work: Callable[[], T]) -> Job[T]:
-        """Run a disk read."""
-        return _submit(self._read, work)
+    def read(self, work: Callable[[], T], among: list[Job[T]]) -> None:
+        """Run a disk read. among: gets the job."""
+        Job(work).begin(self._read, among)
 
     def write(self, work: Callable[[], T]) -> Job[T]:
         """Run a disk write."""
-        return _submit(self._write, work)
+        job = Job(work)
+        job.begin(self._write)
+        return job
 
     def run_length(self, blocks: int, most: int = 16) -> int:
         """Blocks to a job, so that every thread has work and a job is worth its start."""
@@ -99,20 +117,6 @@ class CopyThreads:
         self._read.shutdown(wait=True)
         self._copy.shutdown(wait=True)
         self._behind.shutdown(wait=True)
-
-
-def _submit(pool: ThreadPoolExecutor, work: Callable[[], T]) -> Job[T]:
-    """Have work done in a pool or, where no thread is to be had, here.
-
-    Python ends its pools when the main thread ends, though other threads may go on for hours. A pool that could not
-    start a thread keeps the job queued all the same; it must not run a second time then, when its slots are others'.
-    """
-    job = Job(work)
-    try:
-        pool.submit(job.run)
-    except RuntimeError:
-        job.run()
-    return job
 
 
 def wait_all(jobs: Sequence[Job[T]], *, help_out: bool = True) -> list[T]:

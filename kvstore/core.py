@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from kvstore import superblock
 from kvstore.assembly import Assembly, Wrap
@@ -96,21 +97,45 @@ class Core:
                 self._unused.notify_all()
 
     def close(self) -> None:
-        """Wait for loads and saves, write what waits, as far as it is done in time, and let go."""
+        """Wait for loads and saves, write what waits, as far as it is done in time, and let go.
+
+        A Ctrl-C ends the wait for what is still to be written, no other, and is raised at the end: this process could
+        not open again what is closed half.
+        """
         with self._unused:
             if self.closed:
                 return
             self.closed = True
-            self._unused.wait_for(lambda: not self._users)
-        self._populating.join()
-        self.prefetches.close()
+        first: BaseException | None = None
+        for step in self._ending():
+            ended = False
+            while not ended:
+                try:
+                    step()
+                    ended = True
+                except Exception as error:  # noqa: BLE001  raised below
+                    first, ended = first or error, True
+                except BaseException as interrupt:  # noqa: BLE001  likewise; this step is done once more
+                    first = first or interrupt
+        if first is not None:
+            raise first
+
+    def _ending(self) -> Iterator[Callable[[], object]]:
+        """What `close` does, in order. Each may be done again after an interrupt."""
+        yield self._wait_for_users
+        yield self._populating.join
+        yield self.prefetches.close
         if self.mover is not None:
-            self.mover.close(timeout=self.settings.mover_queue_bytes / 100e6 + 10)
-        self.keeper.close()
-        self.threads.close()
+            yield partial(self.mover.close, timeout=self.settings.mover_queue_bytes / 100e6 + 10)
+        yield self.keeper.close
+        yield self.threads.close
         if self.hbm is not None:
-            self.hbm.close()
-        self._assembly.close()
+            yield self.hbm.close
+        yield self._assembly.close
+
+    def _wait_for_users(self) -> None:
+        with self._unused:
+            self._unused.wait_for(lambda: not self._users)
 
     def disown(self) -> None:
         """In a forked child: nothing here may be used, and the parent's locks stay the parent's."""
@@ -150,11 +175,17 @@ class Core:
         return gone
 
     def wipe(self, step: Step) -> Wiped:
-        """Leave no byte of what is not stored any more."""
-        if self.device_loader is not None:
-            self.device_loader.forget_purged()
-        others = self.living() - {self.owner.id}
-        return Wiper(self.tiers, self.wipes, lambda: others & self.living()).run(step)
+        """Leave no byte of what is not stored any more. Raises ClosedError when the core is closed meanwhile."""
+
+        def going_on(what: str, done: int, total: int) -> None:
+            self.require_open()
+            step(what, done, total)
+
+        with self.use():
+            if self.device_loader is not None:
+                self.device_loader.forget_purged()
+            others = self.living() - {self.owner.id}
+            return Wiper(self.tiers, self.wipes, lambda: others & self.living()).run(going_on)
 
     def stats(self) -> Stats:
         """The store at this moment."""

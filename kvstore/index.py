@@ -188,10 +188,8 @@ class Index:
             self._env.sync(True)
 
     def close(self) -> None:
-        """Finish what is queued and close. Waits for readers; safe to call twice."""
+        """Finish what is queued and close. Waits for readers; safe to call again, also after an interrupt."""
         with self._idle:
-            if self._closed:
-                return
             self._closed = True
             self._queue.put(None)
         self._thread.join()

@@ -113,7 +113,7 @@ class Loader:
     ) -> None:
         limit = self._threads.run_length(len(places))
         for group in _groups(pieces, places, shape.layout.block_tokens, limit):
-            jobs.append(self._threads.copy(partial(self._scatter, pieces, group, shape, buffer, outcome)))
+            self._threads.copy(partial(self._scatter, pieces, group, shape, buffer, outcome), jobs)
 
     def _scatter(
         self, pieces: Sequence[Piece], group: Sequence[int], shape: _Shape, buffer: KVBuffer, outcome: PartLoad
@@ -214,7 +214,7 @@ class _Promotion:
         most = max(1, READ_BYTES // self._shape.slot_bytes)
         for begin, run in join_runs([self._pieces[at].entry.ref for at in wanted], most):
             chunk = wanted[begin : begin + run.count]
-            self._reads.append(loader._threads.read(partial(self._read, chunk)))
+            loader._threads.read(partial(self._read, chunk), self._reads)
 
     def finish(self, now: int) -> None:
         """Wait for every read and scatter, then make what is whole readable in `ram`."""
@@ -262,7 +262,7 @@ class _Promotion:
             self._loader._events.emit(Fault(self.tier.name, "load", error.problem))
             self.tier.discard(self._pieces[chunk[0]].name, self._pieces[chunk[0]].entry, "unreadable")
             return
-        self._scatters.append(self._loader._threads.copy(lambda: self._arrived(chunk, images, private)))
+        self._loader._threads.copy(lambda: self._arrived(chunk, images, private), self._scatters)
 
     def _image(self, piece: Piece, private: ExitStack) -> Bytes:
         """A block's `ram` slot, or private memory, of which no more is in use than a few reads need."""

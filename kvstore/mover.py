@@ -132,8 +132,13 @@ class Mover:
             return self.idle
 
     def close(self, timeout: float) -> bool:
-        """Finish what waits, as far as that is done within ``timeout`` seconds, then stop."""
-        done = self.flush(timeout)
+        """Finish what waits, as far as that is done within ``timeout`` seconds or until a Ctrl-C, then stop."""
+        try:
+            return self.flush(timeout)
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         with self._changed:
             self._stopping = True
             left, self._queued = len(self._queue), 0
@@ -142,7 +147,6 @@ class Mover:
         if left:
             self._events.emit(Skipped(self._nvme.name, "closing", left))
         self._thread.join()
-        return done
 
     def _run(self) -> None:
         """Take a batch and begin to write it, then finish the one before: the disk never waits for the index."""
@@ -150,8 +154,8 @@ class Mover:
         under_way: _Batch | None = None
         while True:
             with self._changed:
-                if under_way is None:
-                    self._changed.wait_for(lambda: self._stopping or (self._queue and not self.paused), self._wait())
+                while under_way is None and not (self._stopping or (self._queue and not self.paused)):
+                    self._changed.wait(self._wait())
                 if self._stopping and under_way is None:
                     return
                 moves = self._take() if self._queue and not (self.paused or self._stopping) else []
@@ -179,6 +183,7 @@ class Mover:
         return None
 
     def _wait(self) -> float | None:
+        """Nobody tells of the end of a pause; what was queued during one waits for it."""
         return max(0.05, self._paused_until - time.monotonic()) if self._queue else None
 
     def _take(self) -> list[Move]:

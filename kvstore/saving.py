@@ -201,7 +201,7 @@ class Saver:
             return
         waiting = deque(fill.placed)
         for _ in range(min(len(waiting), self._threads.copy_threads)):
-            fill.futures.append(self._threads.copy(partial(self._gather, waiting, job, fill.checksums)))
+            self._threads.copy(partial(self._gather, waiting, job, fill.checksums), fill.futures)
 
     def _fill_from_device(self, fill: _Fill, job: SaveJob) -> None:
         """The same by way of `hbm`; blocks that find no staging there are given back at once."""
@@ -212,7 +212,7 @@ class Saver:
         size, block_tokens = job.slot_bytes, job.chain.block_tokens
         transfer, fill.placed, left = self._device.begin(fill.placed, job.buffer, block_tokens, size)
         self._ram.abandon(left)
-        fill.futures.append(self._threads.copy(partial(self._arrived, transfer, fill, job)))
+        self._threads.copy(partial(self._arrived, transfer, fill, job), fill.futures)
 
     def _arrived(self, transfer: Transfer, fill: _Fill, job: SaveJob) -> None:
         """When a device's copies have landed: headers and checksums."""

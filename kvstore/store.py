@@ -292,7 +292,8 @@ class Store:
         """Leave no readable byte, in any file of any tier, of what was evicted, by whatever means.
 
         Works beside engines; while an index is written anew nothing can be saved. Copies in an engine's own memory or
-        on a device are out of reach. Raises BusyError, StorageError, NoSpaceError: then call it again.
+        on a device are out of reach. Raises BusyError, StorageError, NoSpaceError: then call it again; ClosedError when
+        another thread closes the store, which waits until nothing is written over any more.
         """
         return self._require().wipe(progress)
 

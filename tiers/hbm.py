@@ -181,8 +181,6 @@ class HbmTier:
     def close(self) -> None:
         """Wait for copies under way and give the memory back."""
         with self._state:
-            if self._closed:
-                return
             self._closed = True
             self._state.wait_for(lambda: not self._calls)
             self._arena, self._cut = Arena(0), _UNCUT

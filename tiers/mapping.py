@@ -116,11 +116,16 @@ class HugePages:
             if self._running:
                 return
             self._running = True
+        turn = [self]  # whoever takes it out goes on: the thread, or nobody, after a Ctrl-C before it was started
         try:
-            threading.Thread(target=self._behind, name="kvstore-pages", daemon=True).start()
+            threading.Thread(target=self._behind, args=(turn,), name="kvstore-pages", daemon=True).start()
         except RuntimeError:  # no thread is to be had: small pages do as well
             self._refused = True
             self._run()
+        except BaseException:
+            if _taken(turn):
+                self._ended()
+            raise
 
     def withdraw(self, memory: Bytes) -> None:
         """Forget a mapping: ``joined`` is not told of it once this has returned."""
@@ -138,18 +143,23 @@ class HugePages:
             self._lock.notify_all()
             self._lock.wait_for(lambda: not self._running)
 
-    def _behind(self) -> None:
+    def _behind(self, turn: list[HugePages]) -> None:
         step_back()
-        self._run()
+        if _taken(turn):
+            self._run()
 
     def _run(self) -> None:
         try:
             self._join_all()
-        except BaseException:  # `close` must not wait for a thread that is gone
-            with self._lock:
-                self._running = False
-                self._lock.notify_all()
+        except BaseException:
+            self._ended()
             raise
+
+    def _ended(self) -> None:
+        """`close` must not wait for a thread that is gone."""
+        with self._lock:
+            self._running = False
+            self._lock.notify_all()
 
     def _join_all(self) -> None:
         while True:
@@ -179,6 +189,13 @@ class HugePages:
         """Whether to leave a mapping as it is, now or during a pause of so many seconds."""
         with self._lock:
             return self._lock.wait_for(lambda: self._refused or self._closed or self._at is not memory, pause)
+
+
+def _taken(turn: list[HugePages]) -> bool:
+    try:
+        return bool(turn.pop())
+    except IndexError:
+        return False
 
 
 def _os_error() -> OSError:

@@ -216,13 +216,15 @@ class PageLock:
             )
 
     def close(self) -> None:
-        """Unlock everything and end the thread. No copy may be under way: close the device tier first."""
+        """Unlock everything and end the thread. No copy may be under way: close the device tier first.
+
+        Safe to call again, also after an interrupt.
+        """
         with self._state:
-            closed, self._closed = self._closed, True
-        if closed or self._thread is None:
-            return
-        self._tasks.put(None)
-        self._thread.join()
+            self._closed = True
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

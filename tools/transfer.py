@@ -17,6 +17,7 @@ from kvstore.kv import Bytes, KVBuffer, Ready, Run
 from kvstore.layout import LayerShape, Layout, Part
 from kvstore.match import Match, Namespace, Piece
 from kvstore.records import BlockName, Entry
+from kvstore.sizes import format_size
 from kvstore.states import State
 from kvstore.store import Store
 from kvstore.tiers.medium import aligned_buffer
@@ -93,13 +94,17 @@ def restore(store: Store, bundle: Bundle, space: Namespace, step: Callable[[int,
                 store.flush(FLUSH_S)
                 if not saved.skipped_blocks:
                     break
+                _leave_to_disk(store, store.match(space, ids[:stop]))
         match = store.match(space, ids)
         kept = _kept(store, match)
         if kept < len(ids):
-            where = "" if match.tokens < len(ids) else f" on {store._core.lowest.name}"
+            lowest = store._core.lowest.name
+            needed = -(-len(ids) // layout.block_tokens)
+            need = format_size(needed * sum(slot_bytes(layout.payload_bytes(part.group)) for part in bundle.parts))
             raise NoSpaceError(
-                f"only {kept} of the {len(ids)} tokens of a sequence found room{where}",
-                "make room or raise the budgets of the store, then import again: what is there already is kept",
+                f"only {kept} of the {len(ids)} tokens of a sequence found room on {lowest}",
+                f"make room there, or raise its budget: this sequence alone takes {need} beside the index. Then import "
+                "again: what is there already is kept",
             )
         tokens += len(ids)
         step(count, total)
@@ -174,6 +179,21 @@ def _kept(store: Store, match: Match) -> int:
     return kept
 
 
+def _leave_to_disk(store: Store, match: Match) -> None:
+    """Drop what the disk has from memory: a sequence never evicts its own head, and may be larger than `ram`."""
+    core = store._core
+    if core.nvme is None:
+        return
+    for pieces in match.pieces.values():
+        names = [piece.name for piece in pieces]
+        held = [name for name, entry in zip(names, core.nvme.find(names), strict=True) if _is_ready(entry)]
+        core.ram.remove([(name.index_key, name.key) for name in held], "import")
+
+
+def _is_ready(entry: Entry | None) -> bool:
+    return entry is not None and entry.state is State.READY
+
+
 def _first(match: Match) -> tuple[Piece, ...]:
     return next(iter(match.pieces.values()), ())
 
@@ -200,7 +220,7 @@ def _places(store: Store, name: BlockName) -> Iterator[tuple[SlottedTier, Entry]
     for _ in range(ATTEMPTS):
         for tier in store._core.tiers:
             (entry,) = tier.find([name])
-            if entry is not None and entry.state is State.READY:
+            if entry is not None and _is_ready(entry):
                 yield tier, entry
 
 

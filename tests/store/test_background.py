@@ -11,7 +11,7 @@ import pytest
 from stores import StoreMaker, tokens_of
 
 from kvstore.background import NICENESS, step_back, stepped_back
-from kvstore.copying import CopyThreads, wait_all
+from kvstore.copying import CopyThreads, Job, wait_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to a process")
 
@@ -51,7 +51,10 @@ def test_copies_for_a_caller_in_the_background_are_made_in_the_background() -> N
     mine = niceness()
 
     def asked() -> tuple[list[int], bool]:
-        return wait_all([threads.copy(niceness) for _ in range(4)], help_out=False), stepped_back()
+        jobs: list[Job[int]] = []
+        for _ in range(4):
+            threads.copy(niceness, jobs)
+        return wait_all(jobs, help_out=False), stepped_back()
 
     with ThreadPoolExecutor(1, initializer=step_back) as behind:
         assert behind.submit(asked).result() == ([max(mine, NICENESS)] * 4, True)

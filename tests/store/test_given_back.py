@@ -234,7 +234,9 @@ def test_flush_does_not_say_done_while_nvme_is_read_only(make_store: StoreMaker)
     assert mover.paused
     assert bench.store.flush(5) is False
     assert bench.of(Skipped) == []
-    mover._paused_until = 0.0
+    with mover._changed:
+        mover._paused_until = 0.0
+        mover._changed.notify_all()
     assert bench.store.flush(30) is True
 
 

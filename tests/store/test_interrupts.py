@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, ModuleType
@@ -156,6 +157,52 @@ def test_a_save_that_is_interrupted_leaves_nothing_reserved(
     assert store.verify().problems == []
 
 
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("what", ["save", "load from ram", "load from nvme"])
+def test_a_ctrl_c_while_work_is_handed_to_a_thread_waits_for_that_work(
+    reopen: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, what: str, begun: bool
+) -> None:
+    """Whether or not the thread has begun it: it would go on in slots that are others', or in the engine's memory."""
+    store = reopen()
+    save(store, SPEAKER, range(48))
+    assert store.flush(60)
+    if what == "load from nvme":
+        store.evict(everything=True, tier="ram")
+    running: list[object] = []
+    started, submit, init, armed = threading.Event(), ThreadPoolExecutor.submit, Job.__init__, [True]
+
+    def slowly(job: Job[Any], work: Callable[[], Any]) -> None:
+        def run() -> Any:
+            running.append(job)
+            started.set()
+            time.sleep(0.2)
+            try:
+                return work()
+            finally:
+                running.remove(job)
+
+        init(job, run)
+
+    def interrupted(pool: ThreadPoolExecutor, *work: Any) -> Any:
+        if begun:
+            submit(pool, *work)
+        if armed and (not begun or started.wait(30)):
+            armed.clear()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, "__init__", slowly)
+        patched.setattr(ThreadPoolExecutor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(store, SPEAKER, range(100, 148)) if what == "save" else load(store, SPEAKER, range(48))
+        assert running == []
+    for tokens in (range(48), range(100, 148), range(200, 248)):
+        save(store, SPEAKER, tokens)
+        loaded, wrong = load(store, SPEAKER, list(tokens))
+        assert (loaded.tokens, wrong) == (48, 0)
+    assert store.verify().problems == []
+
+
 @pytest.mark.parametrize("help_out", [True, False])
 def test_an_interrupted_wait_ends_after_its_jobs(ctrl_c: CtrlC, help_out: bool) -> None:
     threads = CopyThreads(1, 1)
@@ -168,9 +215,10 @@ def test_an_interrupted_wait_ends_after_its_jobs(ctrl_c: CtrlC, help_out: bool) 
         ctrl_c()
         ended.append(True)
 
-    job = threads.copy(work)
+    jobs: list[Job[None]] = []
+    threads.copy(work, jobs)
     with pytest.raises(KeyboardInterrupt):
-        wait_all(Jobs([job], began), help_out=help_out)
+        wait_all(Jobs(jobs, began), help_out=help_out)
     assert ended == [True]
     threads.close()
 

@@ -46,6 +46,22 @@ def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, me
         assert store.match(store.namespace(LAYOUT), tokens).by_tier == {"nvme": 60 * 16}
 
 
+def test_what_is_saved_during_a_pause_is_moved_when_it_ends(tmp_path: Path, memory: Path) -> None:
+    """Though nothing waited when it began, and nothing is saved afterwards."""
+    with open_store(tmp_path, memory) as store:
+        space, mover = store.namespace(LAYOUT), store._core.mover
+        assert mover is not None
+        save(store, space, 1, 1)
+        assert store.flush(30)
+        time.sleep(0.1)  # so that it waits
+        mover._paused_until = time.monotonic() + 0.3
+        tokens = save(store, space, 2, 10)
+        time.sleep(max(0.0, mover._paused_until - time.monotonic()))
+        assert store.flush(10)
+        store.evict(everything=True, tier="ram")
+        assert store.match(space, tokens).by_tier == {"nvme": 160}
+
+
 def test_a_segment_that_is_being_made_has_nothing_to_move(tmp_path: Path, memory: Path) -> None:
     with open_store(tmp_path, memory) as store:
         save(store, store.namespace(LAYOUT), 1, 4)

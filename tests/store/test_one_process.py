@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from children import Child, conversations
@@ -18,6 +19,19 @@ from kvstore.store import Store
 
 Reopen = Callable[..., Store]
 ME = Speaker(PLAIN)
+STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "users": lambda core: (core, "_wait_for_users"),
+    "prefetches": lambda core: (core.prefetches, "close"),
+    "queue": lambda core: (core.mover, "flush"),
+    "mover": lambda core: (core.mover._thread, "join"),
+    "keeper": lambda core: (core.keeper._thread, "join"),
+    "threads": lambda core: (core.threads._read, "shutdown"),
+    "growth": lambda core: (core.ram._grower, "close"),
+    "writes": lambda core: (core.nvme.index, "write"),
+    "index": lambda core: (core.ram.index._thread, "join"),
+    "medium": lambda core: (core.ram.medium, "close"),
+}
+"""What closing waits for: an object of a core, and the method that waits."""
 
 
 def test_threads_on_the_same_and_on_different_chains_never_mix_bytes(reopen: Reopen) -> None:
@@ -55,6 +69,35 @@ def test_handles_share_a_core_and_the_last_one_closes_it(reopen: Reopen) -> None
     third = reopen()
     assert third._core is not second._core
     assert load(third, ME, list(range(50)))[0].tokens == 50
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_store_whose_closing_is_interrupted_is_closed_all_the_same(reopen: Reopen, step: str, after: bool) -> None:
+    """Else this process could never open it again."""
+    store = reopen()
+    save(store, ME, range(50))
+    assert store.flush(60)
+    whose, name = STEPS[step](store._core)
+    real, left = getattr(whose, name), [KeyboardInterrupt(), SystemExit(1)]
+
+    def interrupted(*given: object, **more: object) -> object:
+        if left and not after:
+            raise left.pop()
+        answer = real(*given, **more)
+        if left:
+            raise left.pop()
+        return answer
+
+    setattr(whose, name, interrupted)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        store.close()
+    assert not left
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore")]
+    again = reopen()
+    assert again.stats().processes == 1
+    assert load(again, ME, list(range(50)))[0].tokens == 50
+    assert again.verify().problems == []
 
 
 def test_closing_waits_for_loads_and_saves_and_leaks_nothing(reopen: Reopen, memory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Event, Timer
+from threading import Event, Thread, Timer, current_thread
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from children import Child
 from known_kv import SPEAKERS, Speaker, load, save
 
-from kvstore.errors import BusyError
+from kvstore.errors import BusyError, ClosedError
 from kvstore.kv import Bytes
 from kvstore.layout import Layout
 from kvstore.store import Store
@@ -284,6 +284,57 @@ class Held:
             self.reached.set()
             assert self.go.wait(30)
         self._inner.write(segment, offset, data)
+
+
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_closing_waits_until_nothing_is_written_over_any_more(reopen: Opened, places: Any, tier: str) -> None:
+    """The slots that a wipe has taken are others' when it is closed; what it had not begun it leaves, and says so."""
+    entered, go, touched = Event(), Event(), 0
+
+    class Slow:
+        def __init__(self, inner: Medium) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def write(self, segment: int, offset: int, data: Sequence[Bytes]) -> None:
+            nonlocal touched
+            if current_thread().name == "wipes":
+                touched += 1
+                entered.set()
+                assert go.wait(30)
+            self.inner.write(segment, offset, data)
+
+    store = reopen(**MORE, wrap=lambda medium: Slow(medium) if medium.name == tier else medium)
+    for seed in range(3):
+        save(store, SECRET, secret(seed))
+    assert store.flush(60)
+    store.evict(everything=True)
+    raised: list[Exception] = []
+
+    def wipe() -> None:
+        try:
+            store.wipe()
+        except ClosedError as error:
+            raised.append(error)
+
+    wiping_thread, closing = Thread(target=wipe, name="wipes"), Thread(target=store.close)
+    wiping_thread.start()
+    assert entered.wait(30)
+    closing.start()
+    closing.join(0.3)
+    waited = closing.is_alive()
+    before = touched
+    go.set()
+    closing.join(30)
+    wiping_thread.join(30)
+    assert waited
+    assert (len(raised), touched > before) == (1, True)
+    again = reopen(**MORE)
+    assert again.stats().processes == 1
+    assert again.verify().problems == []
+    assert again.wipe().left == 0
 
 
 def test_what_the_mover_was_writing_is_wiped_too(reopen: Opened, places: Any) -> None:

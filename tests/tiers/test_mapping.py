@@ -196,6 +196,30 @@ def test_an_error_of_who_is_told_ends_in_no_wait(shm: Path) -> None:
     assert not closing.is_alive()
 
 
+@pytest.mark.parametrize("started", [True, False])
+def test_a_ctrl_c_while_the_thread_is_started_ends_in_no_wait(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    told = Told()
+    pages, start = HugePages(told), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pages.add(mapped(shm, 1, seed=9))
+    pages.add(mapped(shm, 1, seed=10))
+    assert told.event.wait(30)
+    closing = threading.Thread(target=pages.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_what_is_withdrawn_or_closed_meanwhile_is_told_to_nobody(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, go = threading.Event(), threading.Event()
 

@@ -219,6 +219,30 @@ def test_what_does_not_fit_is_said_and_what_did_is_right(made: Any, tmp_path: Pa
         assert store.verify().ok
 
 
+def test_a_sequence_larger_than_ram_goes_to_disk_piece_by_piece(tmp_path: Path, own_settings: Path) -> None:
+    layout = Layout.uniform(layers=8, heads=4, k_dim=256, block_tokens=16)
+    file, ids = tmp_path / "x.safetensors", list(range(16 * 24))
+    kv = np.random.default_rng(1).integers(0, 2**32, (8, 2, 4, len(ids), 256), np.uint32)
+    small = {"nvme_segment_bytes": "16MiB", "ram_segment_bytes": "4MiB"}
+    with kvstore.open(tmp_path / "home", ram="64MiB", nvme="64MiB", **small) as store:
+        store.save(store.namespace(layout, label="large"), ids, HostKV.stacked(layout, kv))
+        assert store.flush(30)
+    run("export", file, "--namespace", "large", "--path", tmp_path / "home")
+    away = tmp_path / "away"
+    kvstore.open(away, ram="8MiB", nvme="64MiB", **small).close()
+    told = run_json("import", file, "--path", away)
+    assert (told["tokens"], told["new_blocks"]) == (len(ids), 24)
+    with kvstore.open(away, ram="64MiB", nvme="64MiB", **small) as store:
+        match = store.match(store.namespace(layout, label="large"), ids)
+        buffer = np.zeros_like(kv)
+        assert store.load(match, HostKV.stacked(layout, buffer)).tokens == len(ids)
+    np.testing.assert_array_equal(buffer, kv)
+    kvstore.open(tmp_path / "tight", ram="8MiB", nvme="0", **small).close()
+    refused = CliRunner().invoke(app, ["import", str(file), "--path", str(tmp_path / "tight")])
+    assert refused.exit_code == NoSpaceError.exit_code
+    assert "this sequence alone takes 24.09 MiB" in " ".join(refused.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
