@@ -27,6 +27,8 @@ from kvstore.tools import terminal
 from kvstore.tools.standing import budgets
 
 PACKAGES = ("prefix-kvstore", "lmdb", "numpy", "xxhash", "zstandard", "torch", "transformers", "vllm")
+SERVING = ("fastapi", "prometheus-client", "uvicorn")
+SERVE_ADVICE = 'for kvstore serve: pip install "prefix-kvstore[serve]", or in a checkout: pip install ".[serve]"'
 DESCRIPTORS_MIN = 1024
 RAM_USEFUL = 256 * MIB
 ORPHANS_ADVICE = "opening any store of this user frees it"
@@ -107,11 +109,20 @@ def _versions() -> Iterator[Finding]:
     yield Finding("system", f"{platform.system()} {platform.release()}, {os.cpu_count()} processors")
     yield Finding("python", platform.python_version())
     for name in PACKAGES:
-        try:
-            yield Finding(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Finding(name, "not installed")
+        yield Finding(name, _version(name) or "not installed")
+    missing = [name for name in SERVING if _version(name) is None]
+    if missing:
+        yield Finding("extra serve", f"without {', '.join(missing)}", advice=SERVE_ADVICE)
+    else:
+        yield Finding("extra serve", "installed")
     yield Finding("CUDA", "a driver is loaded" if Path("/proc/driver/nvidia/version").exists() else "no driver")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _store(settings: Settings) -> Iterator[Finding]:

@@ -31,7 +31,8 @@ def serve(
 ) -> None:
     """Serve a live page, an API and Prometheus metrics of a store, beside the engines that use it.
 
-    Without a token it changes nothing and tells no token ids. Needs the extra: pip install "prefix-kvstore[serve]".
+    Without a token it changes nothing and tells no token ids. Needs the extra: pip install "prefix-kvstore[serve]", or
+    ".[serve]" in a checkout.
     With --json, one object once it listens.
 
     Example:
@@ -46,7 +47,8 @@ def serve(
         from kvstore.tools.guard import rules_for
     except ImportError as error:
         raise MissingExtraError(
-            f"kvstore serve needs {error.name}", 'install it: pip install "prefix-kvstore[serve]"'
+            f"kvstore serve needs {error.name}",
+            'pip install "prefix-kvstore[serve]", or in a checkout: pip install ".[serve]"',
         ) from error
     rules = rules_for(host, read_token(token_file))
     with standing_store(path) as store, _listening(host, port) as listener:

@@ -19,6 +19,7 @@ from kvstore import assembly
 from kvstore.errors import KVStoreError, OwnershipError, PathError
 from kvstore.host import Cap
 from kvstore.settings import Settings
+from kvstore.tools import doctor
 from kvstore.tools.cli import app
 from kvstore.tools.doctor import LOOKS, Finding, Grade, allocated_bytes, examine
 
@@ -37,6 +38,16 @@ def test_looking_leaves_no_trace(tmp_path: Path) -> None:
     examine(tmp_path)
     examine(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_serving_needs_is_told_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict.fromkeys(doctor.SERVING, "1.0")
+    monkeypatch.setattr(doctor, "_version", known.get)
+    assert found(tmp_path, "extra serve").advice == ""
+    del known["uvicorn"]
+    told = found(tmp_path, "extra serve")
+    assert (told.value, told.grade) == ("without uvicorn", Grade.OK)
+    assert 'pip install ".[serve]"' in told.advice
 
 
 def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
