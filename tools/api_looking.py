@@ -30,6 +30,13 @@ STREAM_S = 1800.0
 """A stream ends after so long; a client opens another one."""
 
 
+EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {"event": {"const": "look"}, "data": {"type": "string", "contentMediaType": "application/json"}},
+}
+
+
 @routes.get("/server", response_model=given.ServerGiven)
 async def server(service: Behind, trusted: Trusted) -> dict[str, Any]:
     """What this server is, and its settings as in force."""
@@ -116,7 +123,7 @@ async def history(service: Behind, most: Annotated[int, Query(ge=1, le=600)] = 3
 @routes.get(
     "/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The stream."}},
+    responses={200: {"content": {"text/event-stream": {"schema": EVENT}}, "description": "The stream: each event."}},
 )
 async def events(service: Behind, most: Annotated[int, Query(ge=0, le=1 << 20)] = 0) -> StreamingResponse:
     """A look a second, as server-sent events named ``look``. most: looks after which it ends; 0: after half an hour.

@@ -50,11 +50,14 @@ class Asked(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_unknown(cls, body: Any) -> Any:
-        if isinstance(body, dict) and len(body) > len(cls.model_fields):
+    def _readable(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if len(body) > len(cls.model_fields):
             unknown = body.keys() - cls.model_fields.keys()
             raise ValueError(f"{len(unknown)} unknown fields, such as {min(unknown)[:NAME_MOST]!r}")
-        return body
+        # JSON knows no integers: 60.0 is one as well
+        return {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in body.items()}
 
 
 class Chosen(Asked):

@@ -299,6 +299,8 @@ def test_a_ttl_is_set_and_empty_namespaces_are_forgotten(made: Any, served: Serv
         "first": 60,
         "second": 0,
     }
+    assert served.post("/v1/namespace", {"namespace": "first", "ttl": 30.0})["ttl"] == 30
+    assert served.ask("POST", "/v1/namespace", {"namespace": "first", "ttl": 30.5}).status == 422
     assert served.post("/v1/namespace", {"namespace": "first", "ttl": 0})["ttl"] == 0
     served.store.evict(salt="second")
     would = served.post("/v1/drop-empty", {})

@@ -226,7 +226,7 @@ def test_a_malformed_head_ends_the_connection_and_nothing_else(served: Served, h
         assert not got or b"content-type: application/problem+json" in told
         assert not got or b"content-security-policy: default-src 'none'" in told
         if body:
-            problem = json.loads(body)
+            problem, _ = json.JSONDecoder().raw_decode(body.decode())  # another answer may follow
             assert problem["status"] == int(got.split()[1])
             assert problem["remedy"]
     assert served.ask("GET", "/healthz").status == 200
