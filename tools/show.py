@@ -162,13 +162,14 @@ def _show_namespaces(told: list[dict[str, Any]]) -> None:
             one["root"][:ID_DIGITS],
             one["label"],
             "salted" if one["salt"] else "",
+            f"{one['ttl']:,} s unused" if one["ttl"] else "",
             format_size(one["token_bytes"] * PROMPT_TOKENS),
             *(_used(one["tiers"].get(tier, {"blocks": 0, "bytes": 0})) for tier in tiers),
         )
         for one in told
     ]
-    columns = ("root", "label", "", f"{PROMPT_TOKENS:,} tokens take", *tiers)
-    terminal.console().print(terminal.table("Namespaces", columns, rows, right=range(3, len(columns))))
+    columns = ("root", "label", "", "expires after", f"{PROMPT_TOKENS:,} tokens take", *tiers)
+    terminal.console().print(terminal.table("Namespaces", columns, rows, right=range(4, len(columns))))
 
 
 def _used(usage: dict[str, int]) -> str:

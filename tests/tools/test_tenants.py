@@ -78,6 +78,17 @@ def test_a_salt_under_which_nothing_is_stored_is_asked_about(made: Any) -> None:
     assert run("quota", "--path", made.path)["quotas"] == []
 
 
+def test_a_listing_tells_when_blocks_expire_and_what_a_prompt_takes(made: Any) -> None:
+    run("namespace", "first", "--ttl", "86400", "--path", made.path)
+    done = CliRunner().invoke(app, ["ls", "--path", str(made.path)])
+    (first,) = (line for line in done.stdout.splitlines() if "first" in line)
+    (second,) = (line for line in done.stdout.splitlines() if "second" in line)
+    assert "86,400 s unused" in first
+    assert "unused" not in second
+    assert "4,096 tokens take" in done.stdout
+    assert f"{made.layout.token_bytes() * 4096 >> 20} MiB" in second
+
+
 def test_pinned_blocks_stay_below_any_quota(made: Any) -> None:
     run("quota", "first", "--ram", "0", "--yes", "--path", made.path)
     assert made.held("first", 40) == {"ram": 40}
