@@ -268,7 +268,7 @@ def test_pressure_is_told_at_every_width_in_both_themes(made: Any, browser: Any,
             )
         with Seen(browser, served.url, width=width, dark=dark).live() as seen:
             fill(served.store, made.layout, "first", 99, 240)
-            seen.until("#sentences", r"ram is full: \d+ blocks were pushed out")
+            seen.until("#sentences", r"ram is full: \d+ blocks? had to make room")
             assert seen.page.locator("#sentences li.warn").count() > 0
             assert seen.page.locator(".tier.full").count() > 0
             seen.keep(f"pressure-{width}-{'dark' if dark else 'light'}")
