@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from kvstore import errors
 from kvstore.errors import KVStoreError
+from kvstore.sizes import counted
 from kvstore.tools.wording import COMMAND_LINE, READER, for_api
 
 MEDIA_TYPE = "application/problem+json"
@@ -157,7 +158,7 @@ async def _not_valid(request: Request, error: Exception) -> JSONResponse:
     found = error.errors()
     listed = [f"{'.'.join(map(str, one['loc']))[:200]}: {one['msg'][:300]}" for one in found[:SHOWN_ERRORS]]
     remedy = "compare it with /openapi.json"
-    return answer(422, "not-valid", f"{len(found)} things are wrong with the request", remedy, listed=listed)
+    return answer(422, "not-valid", f"the request has {counted(len(found), 'mistake')}", remedy, listed=listed)
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:

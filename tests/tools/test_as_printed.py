@@ -23,7 +23,16 @@ from kvstore.tools.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
 SALTS = ("first", "second")
-LONG = {"demo", "bench resume", "bench decode", "bench index", "bench commands", "bench tiers", "bench vllm"}
+LONG = {
+    "demo",
+    "bench resume",
+    "bench decode",
+    "bench index",
+    "bench commands",
+    "bench tiers",
+    "bench page",
+    "bench vllm",
+}
 """Run by `test_examples` with smaller numbers: as they are printed they take minutes."""
 MODEL = {"warm": "--model"}
 """The model that is used where none is named has to be fetched first."""
