@@ -10,9 +10,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from threading import Lock
 
 from kvstore.background import step_back
+from kvstore.copying import Job
 from kvstore.events import Events, Fault, Skipped
 
 PENDING = 8
@@ -37,15 +39,17 @@ class Saver:
 
     def submit(self, work: Callable[[], object], blocks: int) -> Future[None] | None:
         """Do ``work``, which saves about ``blocks`` blocks, soon; None where too much waits already: no save."""
+        job = Job(partial(self._do, work))
         with self._lock:
-            future = self._worker.submit(self._do, work) if len(self._waiting) < self._room else None
-            if future is not None:
-                self._waiting.add(future)
-        if future is None:
+            room = len(self._waiting) < self._room
+            if room:
+                self._waiting.add(job)
+        if not room:
             self._events.emit(Skipped("ram", "busy", blocks))
-        else:
-            future.add_done_callback(self._done)  # not under the lock: it runs at once where the work is done already
-        return future
+            return None
+        job.add_done_callback(self._done)
+        job.begin(self._worker)
+        return job
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything submitted is done; False where ``timeout`` seconds were not enough."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from kvstore.adapters.vllm.paged import PagedKV, PagePlane, page_planes
 from kvstore.adapters.vllm.paged_device import DevicePlane, PagedDeviceKV, device_planes
 from kvstore.adapters.vllm.spaces import Spaces
 from kvstore.background import step_back
+from kvstore.copying import Job
 from kvstore.errors import KVStoreError
 from kvstore.events import Fault
 from kvstore.kv import Array, KVBuffer
@@ -77,7 +79,9 @@ class WorkerHalf:
             self._check(order, self._load(order))
         self._loading_s = time.perf_counter() - began
         for order in self._orders.later:
-            self._later[order.request] = (order, self._loader.submit(self._load, order))
+            job = Job(partial(self._load, order))
+            self._later[order.request] = (order, job)
+            job.begin(self._loader)
 
     def end(self) -> None:
         """The step is over. Saves may go on, up to a bound: an engine that computes faster than it saves is held up."""
@@ -135,7 +139,9 @@ class WorkerHalf:
             self._failed.add(order.request)
 
     def _submit(self, save: Save) -> None:
-        self._saves.append((frozenset(save.blocks), self._saver.submit(self._save, save)))
+        job = Job(partial(self._save, save))
+        self._saves.append((frozenset(save.blocks), job))
+        job.begin(self._saver)
 
     def _save(self, save: Save) -> None:
         fresh = False

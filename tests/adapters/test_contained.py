@@ -20,10 +20,29 @@ from transformers.generation.streamers import BaseStreamer  # noqa: E402
 from kvstore.adapters.transformers import attach  # noqa: E402
 from kvstore.adapters.transformers import run as running  # noqa: E402
 from kvstore.adapters.transformers.layout import cache_argument  # noqa: E402
-from kvstore.events import Counters, Hit, Prefilled, Skipped  # noqa: E402
+from kvstore.adapters.transformers.saver import Saver  # noqa: E402
+from kvstore.events import Counters, Events, Hit, Prefilled, Skipped  # noqa: E402
 
 BLOCK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def test_a_save_without_a_thread_is_done_at_once_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request never fails for it; later its memory is another request's."""
+    saver, done = Saver(Events()), []
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        first = saver.submit(lambda: done.append(1), 1)
+    assert first is not None
+    assert first.done()
+    saver.submit(lambda: done.append(2), 1)
+    assert saver.flush(30)
+    saver.close()
+    assert done == [1, 2]
 
 
 def test_a_returned_cache_is_the_users_for_good(tiny: Any, ids: Any, store: Any) -> None:

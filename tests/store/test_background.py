@@ -6,16 +6,41 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from stores import StoreMaker, tokens_of
 
 from kvstore.background import NICENESS, step_back, stepped_back
 from kvstore.copying import CopyThreads, Job, wait_all
+from kvstore.events import Evicted
+from kvstore.tiers.growth import PATIENCE_S
+from kvstore.tiers.segments import ALLOCATED, BUDGET, get_number, put_number
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to a process")
 
 BEHIND = ("kvstore-mover", "kvstore-write", "kvstore-keeper", "kvstore-grow", "kvstore-populate", "kvstore-behind")
+
+
+class WaitedFor:
+    """A lock that sets an event when somebody begins to wait for it."""
+
+    def __init__(self, lock: threading.Lock, waited: threading.Event) -> None:
+        self._lock, self._waited = lock, waited
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if blocking and timeout != PATIENCE_S:
+            self._waited.set()
+        return self._lock.acquire(blocking, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 def niceness() -> int:
@@ -60,6 +85,43 @@ def test_copies_for_a_caller_in_the_background_are_made_in_the_background() -> N
         assert behind.submit(asked).result() == ([max(mine, NICENESS)] * 4, True)
     assert asked() == ([mine] * 4, False)
     threads.close()
+
+
+@pytest.mark.parametrize("budget_for_more", [True, False])
+def test_who_needs_room_waits_for_a_thread_in_the_background_only_where_nothing_else_is_to_be_had(
+    make_store: StoreMaker, monkeypatch: pytest.MonkeyPatch, budget_for_more: bool
+) -> None:
+    """And what is stored is not evicted, nor a save cut short, for what is being made."""
+    bench = make_store(nvme=0)
+    bench.save(tokens_of(1, 16 * 14))
+    ram = bench.tier("ram")
+    ram._grower.close()
+    assert [segment.slots for segment in ram.segment_list()] == [22], "as many as a small index has room for"
+    entered, go, real = threading.Event(), threading.Event(), ram.medium.allocate
+
+    def slow(segment: int, size: int) -> None:
+        if threading.current_thread().name == "kvstore-grow":
+            entered.set()
+            assert go.wait(60)
+        real(segment, size)
+
+    monkeypatch.setattr(ram.medium, "allocate", slow)
+    bench.save(tokens_of(2, 16 * 4))
+    assert entered.wait(30)
+    if not budget_for_more:
+        ram.index.write(lambda txn: put_number(txn, BUDGET, get_number(txn, ALLOCATED)))
+        monkeypatch.setattr(ram._grower, "_under_way", WaitedFor(ram._grower._under_way, go))
+    with ThreadPoolExecutor(1) as other:
+        saved = other.submit(bench.save, tokens_of(3, 16 * 20))
+        try:
+            assert saved.result(30).new_blocks == 20
+            assert go.is_set() is not budget_for_more
+        finally:
+            go.set()
+    ram._grower.close()
+    assert not bench.of(Evicted)
+    assert bench.load(tokens_of(3, 16 * 20)).tokens == 16 * 20
+    assert bench.store.verify().problems == []
 
 
 def test_stepping_back_never_gives_a_thread_more_than_it_had() -> None:
