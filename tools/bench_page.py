@@ -67,10 +67,9 @@ def measure(plan: Plan, step: Callable[[str, int, int | None], None]) -> dict[st
         def resumed(requests: int = 1) -> float:
             spent = 0.0
             for _ in range(requests):
-                ids = bench.talk.request(history, next(variants))
-                answer = bench.request(ids)
+                answer = bench.request(bench.talk.request(history, next(variants)))
                 reused.append(answer.reused)
-                bench.forget(ids)
+                bench.settle()
                 spent += answer.seconds
             return spent
 
@@ -86,7 +85,9 @@ def measure(plan: Plan, step: Callable[[str, int, int | None], None]) -> dict[st
             watched, lambda: resumed(a_round), plan.pairs, lambda done: step("rounds", done, plan.pairs)
         )
         if min(reused) < plan.tokens:
-            raise KVStoreError("a request was not resumed", "the machine is too busy: try again later")
+            raise KVStoreError(
+                f"of {plan.tokens} tokens only {min(reused)} were resumed", "the machine is too busy: try again later"
+            )
         both = paired(*samples, COST, rate=False)
         return {
             "prompt_tokens": plan.tokens,
