@@ -171,13 +171,17 @@ class Assembly:
     def _open_logs(self) -> None:
         """What the lowest index keeps for all tiers; then every tier is set right by it."""
         log = (self.nvme or self.ram).index
-        self.purge, self.pins, self.quotas = PurgeLog(log), Pins(log), Quotas(log)
+        self.purge, self.pins, self.quotas = PurgeLog(log), Pins(log, self._smallest), Quotas(log)
         self.days, self.wipes = DayBook(log), WipeLog(log)
         self._events.subscribe(self.days)
         for tier in self.tiers:
             tier.pins = self.pins.keys
             tier.quota = self.quotas.reader(tier.name)
             self._recover(tier)
+
+    def _smallest(self) -> int:
+        """Bytes of the smallest tier's budget."""
+        return min(tier.budget() for tier in self.tiers)
 
     def _recover(self, tier: SlottedTier) -> None:
         """What the first opener does after a crash, a restart of the host, or damage to files."""

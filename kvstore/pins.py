@@ -1,13 +1,13 @@
 """Names and pins of prefixes: records in the index of the lowest tier, so that they survive restarts.
 
 A pin keeps a prefix's blocks from eviction in every tier and every process, until it expires or is taken off. Pins
-take at most half a tier.
+take at most half a tier: those of the highest priority hold, and among equals the oldest.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvstore.errors import BudgetError, NotFoundError, SettingsError
 from kvstore.index import Index
@@ -25,24 +25,29 @@ NAMES_SHARE = 16
 class Pins:
     """The names of a store. ``keys()`` is cheap: it is read again only after a change anywhere."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, index: Index, smallest: Callable[[], int]) -> None:
+        """smallest: bytes of the smallest tier's budget."""
+        self._index, self._smallest = index, smallest
         self._read: tuple[int, float, frozenset[bytes]] = (-1, 0.0, frozenset())
         """Epoch, end and keys, set by one assignment: the writers of two indexes ask at the same time."""
 
     def keys(self) -> frozenset[bytes]:
-        """Keys of all pinned blocks whose pin has not expired."""
+        """Keys of all blocks that a pin keeps now."""
         with self._index.read() as txn:
             epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
             now = time.time()
             known, until, keys = self._read
-            if epoch != known or now >= until:
-                records = [record for record in _records(txn).values() if record.pinned]
-                live = [record for record in records if not record.expires or record.expires > now]
-                keys = frozenset(key for record in live for key in record.keys)
-                until = min((record.expires for record in live if record.expires), default=float("inf"))
-                self._read = (epoch, until, keys)
+            if epoch == known and now < until:
+                return keys
+            live = _live(_records(txn), now)
+        keys = frozenset(key for name in _holding(live, self._smallest()) for key in live[name].keys)
+        until = min((record.expires for record in live.values() if record.expires), default=float("inf"))
+        self._read = (epoch, until, keys)
         return keys
+
+    def holding(self) -> frozenset[str]:
+        """Names whose pin keeps its blocks now: not expired, and among those there is room for."""
+        return _holding(_live(self.listing(), time.time()), self._smallest())
 
     def listing(self) -> dict[str, NameRecord]:
         """All names, expired ones included."""
@@ -57,21 +62,24 @@ class Pins:
             raise NotFoundError(f"no prefix is named {name!r}", "`kvstore names` lists the names")
         return NameRecord.unpack(raw)
 
-    def put(self, name: str, record: NameRecord, budget: int) -> None:
-        """Set a name. budget: of the smallest tier, in bytes. Raises BudgetError past half of it."""
-        key = _key(name)
+    def put(self, name: str, record: NameRecord) -> frozenset[str]:
+        """Set a name; returns the names whose pins let go for it, since their priority is lower.
 
-        def work(txn: Transaction) -> None:
-            if record.pinned:
-                others = [other for known, other in _records(txn).items() if known != name and other.pinned]
-                keys = {known: other.slot_bytes for other in others for known in other.keys}
-                keys |= dict.fromkeys(record.keys, record.slot_bytes)
-                wanted = sum(keys.values())
-                if wanted > budget // PINNED_SHARE:
-                    raise BudgetError(
-                        f"pins would hold {format_size(wanted)}, more than half of {format_size(budget)}",
-                        "unpin something first, or raise the budget",
-                    )
+        Raises BudgetError when pins of its priority and above leave too little of half the smallest tier.
+        """
+        key, budget = _key(name), self._smallest()
+
+        def work(txn: Transaction) -> frozenset[str]:
+            before = _live(_records(txn), time.time())
+            held = _holding({**before, name: record}, budget) if record.pinned else frozenset()
+            let_go = (_holding(before, budget) - held - {name}) if record.pinned else frozenset()
+            if record.pinned and (name not in held or any(before[one].priority >= record.priority for one in let_go)):
+                above = [one for known, one in before.items() if known != name and one.priority >= record.priority]
+                wanted = sum(_sizes([*above, record]).values())
+                raise BudgetError(
+                    f"pins would hold {format_size(wanted)}, more than half of {format_size(budget)}",
+                    "unpin something first, give it a higher priority, or raise the budget",
+                )
             raw, size = record.pack(), self._index.size // NAMES_SHARE
             if len(raw) + sum(len(other) for known, other in txn.scan(Database.NAMES) if known != key) > size:
                 raise BudgetError(
@@ -80,8 +88,9 @@ class Pins:
                 )
             txn.put(Database.NAMES, key, raw)
             _changed(txn)
+            return let_go
 
-        self._index.write(work)
+        return self._index.write(work)
 
     def drop(self, name: str) -> None:
         """Forget a name. Raises NotFoundError."""
@@ -112,6 +121,29 @@ class Pins:
 
 def _records(txn: Transaction) -> dict[str, NameRecord]:
     return {key.decode(): NameRecord.unpack(raw) for key, raw in txn.scan(Database.NAMES)}
+
+
+def _live(records: Mapping[str, NameRecord], now: float) -> dict[str, NameRecord]:
+    """Those whose pin has not expired."""
+    return {name: one for name, one in records.items() if one.pinned and (not one.expires or one.expires > now)}
+
+
+def _sizes(records: Iterable[NameRecord]) -> dict[bytes, int]:
+    """Bytes of a slot for every block that one of them names."""
+    return {key: record.slot_bytes for record in records for key in record.keys}
+
+
+def _holding(live: Mapping[str, NameRecord], budget: int) -> frozenset[str]:
+    """Names that there is room for, one after the other: the highest priority first, and the oldest among equals."""
+    room, sizes = budget // PINNED_SHARE, dict[bytes, int]()
+    held: set[str] = set()
+    for name, record in sorted(live.items(), key=lambda one: (-one[1].priority, one[1].created, one[0])):
+        more = {key: size for key, size in _sizes([record]).items() if key not in sizes}
+        if sum(more.values()) <= room:
+            room -= sum(more.values())
+            sizes |= more
+            held.add(name)
+    return frozenset(held)
 
 
 def _changed(txn: Transaction) -> None:

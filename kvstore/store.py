@@ -17,7 +17,7 @@ from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.days import Days
 from kvstore.errors import ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
-from kvstore.events import Cause, Events, Fault, Matched, Observer
+from kvstore.events import Cause, Events, Fault, Matched, Notice, Observer
 from kvstore.eviction import Target
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
@@ -183,8 +183,9 @@ class Store:
     ) -> NameRecord:
         """Name a prefix and keep its blocks from eviction, in every tier and process, across restarts.
 
-        ttl: seconds after which the pin ends. Raises NotFoundError when nothing of it is stored, BudgetError when pins
-        would take more than half of the smallest tier, SettingsError for a priority or a ttl that cannot be kept.
+        priority: pins take at most half of the smallest tier, and where they would take more, those of a lower priority
+        let go. ttl: seconds after which the pin ends. Raises NotFoundError when nothing of it is stored, BudgetError
+        when pins of this priority and above leave no room, SettingsError for a priority or a ttl that cannot be kept.
         """
         core = self._require()
         _refuse_unless(-(1 << 31) <= priority < 1 << 31, f"a priority of {priority!r}", "give an integer of 32 bits")
@@ -197,7 +198,9 @@ class Store:
         now = int(time.time())
         raw = found.chain.tokens[: found.tokens].astype("<u4").tobytes()
         record = NameRecord(space.root, keys, raw, True, priority, now + ttl if ttl else 0, now, size)
-        core.pins.put(name, record, min(tier.budget() for tier in core.tiers))
+        let_go = core.pins.put(name, record)
+        if let_go:
+            core.events.emit(Notice("pins", f"for {name!r} the pins of {', '.join(sorted(let_go))} let go"))
         return record
 
     def unpin(self, name: str) -> None:
@@ -207,6 +210,10 @@ class Store:
     def names(self) -> dict[str, NameRecord]:
         """All named prefixes."""
         return self._require().pins.listing()
+
+    def pinned(self) -> frozenset[str]:
+        """Names whose pins keep their blocks now: not expired, and not let go for others of a higher priority."""
+        return self._require().pins.holding()
 
     def set_quota(
         self,

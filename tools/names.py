@@ -29,7 +29,7 @@ def pin(
     name: Annotated[str, typer.Option(help="What to call it; an older pin of that name is replaced.")],
     namespace: NamespaceOption = None,
     salt: SaltOption = None,
-    priority: Annotated[int, typer.Option(help="Kept with the name, for whoever warms by priority.")] = 0,
+    priority: Annotated[int, typer.Option(help="Where pins have no room, those of a lower one let go.")] = 0,
     ttl: Annotated[int | None, typer.Option(help="Seconds after which the pin ends.", min=1)] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Pin what is there, even if it is not all.")] = False,
     tokenizer: TokenizerOption = None,
@@ -182,5 +182,5 @@ def _show_prefix(title: str, told: dict[str, Any]) -> None:
 
 def _pinned(one: dict[str, Any]) -> str:
     if not one["pinned"]:
-        return "expired" if one["expires"] else ""
+        return "expired" if one["expires"] and one["expires"] <= time.time() else "let go for others"
     return f"for {ago(one['expires'] - time.time())} more" if one["expires"] else "for good"

@@ -5,7 +5,6 @@ Also a named prefix beside what is still there of it. Must not know how a comman
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +25,16 @@ from kvstore.tools.standins import Spell, whole
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named prefix. match: what is stored of it now; None where its namespace is gone."""
+    """A named prefix. match: what is stored of it now; None where its namespace is gone.
+
+    pinned: whether its blocks are kept from eviction now.
+    """
 
     name: str
     record: NameRecord
     label: str
     match: Match | None
+    pinned: bool
 
     @property
     def tokens(self) -> int:
@@ -42,11 +45,6 @@ class Named:
     def stored(self) -> int:
         """How many of them are still there."""
         return 0 if self.match is None else self.match.tokens
-
-    @property
-    def pinned(self) -> bool:
-        """Whether its blocks are kept from eviction now."""
-        return self.record.pinned and (not self.record.expires or self.record.expires > time.time())
 
     def to_dict(self, spell: Spell = whole) -> dict[str, Any]:
         """Plain values."""
@@ -120,11 +118,11 @@ def space_of(use: NamespaceUse) -> Namespace:
 def named(store: Store) -> list[Named]:
     """All named prefixes, by name."""
     uses = {use.record.root: use for use in store.namespaces()}
-    found = []
+    held, found = store.pinned(), []
     for name, record in sorted(store.names().items()):
         use = uses.get(record.root)
         match = None if use is None else store.match(space_of(use), ids_of(record))
-        found.append(Named(name, record, use.record.label if use else "", match))
+        found.append(Named(name, record, use.record.label if use else "", match, name in held))
     return found
 
 

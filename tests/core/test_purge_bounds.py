@@ -68,14 +68,14 @@ def test_tombstones_that_are_too_old_are_thrown_away(index: Index) -> None:
 
 
 def test_names_stay_within_their_share(index: Index) -> None:
-    pins = Pins(index)
+    pins = Pins(index, lambda: 1 << 30)
     record = NameRecord(b"r" * 32, keys(0, 10), bytes(16 * 40), False)
     most = SIZE // NAMES_SHARE // len(record.pack())
     for number in range(most):
-        pins.put(f"name {number}", record, 1 << 30)
+        pins.put(f"name {number}", record)
     with pytest.raises(BudgetError, match="names"):
-        pins.put("one too many", record, 1 << 30)
+        pins.put("one too many", record)
     assert sum(map(len, stored(index, Database.NAMES))) <= SIZE // NAMES_SHARE
-    pins.put("name 0", record, 1 << 30)
+    pins.put("name 0", record)
     pins.drop("name 1")
-    pins.put("another", record, 1 << 30)
+    pins.put("another", record)

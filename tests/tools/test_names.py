@@ -68,10 +68,10 @@ def test_a_name_is_forgotten_and_its_blocks_stay(made: Any) -> None:
 
 def test_an_expired_pin_is_listed_as_such(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run("pin", "40,100", "--name", "short", "--ttl", "1", "--path", made.path)
-    from kvstore.tools import naming
+    from kvstore import pins
 
-    now = naming.time.time()
-    monkeypatch.setattr(naming.time, "time", lambda: now + 5)
+    now = pins.time.time()
+    monkeypatch.setattr(pins.time, "time", lambda: now + 5)
     assert names(made)["short"]["pinned"] is False
     assert "expired" in run("names", "--path", made.path)
 
