@@ -47,7 +47,7 @@ class Core:
         self.device = (settings.device or "cuda") if settings.hbm else None
         self.closed = False
         self.handles = 0
-        self._users = 0
+        self._users: set[object] = set()
         self._unused = threading.Condition()
         self._assembly = assembly = Assembly(settings, wrap, self.device, self.events)
         self.owner, self.ram, self.nvme = assembly.owner, assembly.ram, assembly.nvme
@@ -86,15 +86,23 @@ class Core:
 
         A copy that went on after `close` would write into slots that others may have been given.
         """
-        with self._unused:
-            self.require_open()
-            self._users += 1
+        user = object()
         try:
+            with self._unused:
+                self.require_open()
+                self._users.add(user)
             yield
         finally:
-            with self._unused:
-                self._users -= 1
-                self._unused.notify_all()
+            try:
+                self._left(user)
+            except BaseException:  # Ctrl-C in there: `close` would wait for this user for ever
+                self._left(user)
+                raise
+
+    def _left(self, user: object) -> None:
+        with self._unused:
+            self._users.discard(user)
+            self._unused.notify_all()
 
     def close(self) -> None:
         """Wait for loads and saves, write what waits, as far as it is done in time, and let go.

@@ -68,9 +68,12 @@ class Prefetches:
             self._running[key] = fresh
         try:
             self._thread.submit(self._run, key, fresh)
-        except RuntimeError as error:  # the store, or the program, is ending: nothing is worth fetching ahead
+        except BaseException as error:  # nobody must wait for one that is never run
             fresh.cancel()
             self._run(key, fresh)
+            if not isinstance(error, RuntimeError):
+                raise
+            # the store, or the program, is ending: nothing is worth fetching ahead
             self._events.emit(Fault(self._memory_tier, "prefetch", str(error)))
         return fresh
 

@@ -97,12 +97,16 @@ def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
         raise SettingsError(f"a lease of {seconds!r} seconds", "give more than 0 and at most a year; renew it instead")
     held = match.tokens
     keys: list[bytes] = []
-    for pieces in match.pieces.values():
-        mine = list(itertools.takewhile(lambda piece: piece.tier == core.ram.name, pieces))
-        blocks = [(piece.name, piece.entry) for piece in mine]
-        key, count = core.ram.lease(blocks, seconds or core.settings.lease_s, core.settings.lock_timeout_s)
-        keys.append(key)
-        held = min(held, sum(piece.take for piece in mine[:count]))
+    try:
+        for pieces in match.pieces.values():
+            mine = list(itertools.takewhile(lambda piece: piece.tier == core.ram.name, pieces))
+            blocks = [(piece.name, piece.entry) for piece in mine]
+            key, count = core.ram.lease(blocks, seconds or core.settings.lease_s, core.settings.lock_timeout_s)
+            keys.append(key)
+            held = min(held, sum(piece.take for piece in mine[:count]))
+    except BaseException:
+        Lease(core, keys, 0).release()  # of earlier parts: nobody else could let them go
+        raise
     return Lease(core, keys, held)
 
 

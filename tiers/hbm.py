@@ -70,7 +70,7 @@ class HbmTier:
         self.abandoned: deque[Flight] = deque()
         self._counts: Counter[str] = Counter()
         self._news: list[Event] = []
-        self._calls = 0
+        self._calls: set[int] = set()
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -239,7 +239,7 @@ class HbmTier:
             memory = {id(item.host.memory): item.host.memory for item in plan.items if item.host is not None}
             flight = Flight(entries=plan.used, promised=plan.promised, memory=list(memory.values()))
             self._flights.append(flight)
-            self._calls += 1
+            self._calls.add(id(flight))
             if plan.evicted:
                 self._counts["evicted"] += plan.evicted
                 self._news.append(Evicted(NAME, "lru", plan.evicted))
@@ -249,10 +249,17 @@ class HbmTier:
             self.abandoned.append(flight)  # there will be no handle
             raise
         finally:
-            with self._state:
-                self._calls -= 1
-                self._state.notify_all()
+            try:
+                self._ended(flight)
+            except BaseException:  # Ctrl-C in there: `close` would wait for this call for ever
+                self._ended(flight)
+                raise
             self._tell()
+
+    def _ended(self, flight: Flight) -> None:
+        with self._state:
+            self._calls.discard(id(flight))
+            self._state.notify_all()
 
     def _attempt(
         self, what: str, flight: Flight, queue: Callable[[list[Mark]], list[tuple[Bytes, torch.Tensor]] | None]

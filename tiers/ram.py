@@ -68,7 +68,7 @@ class RamTier(SlottedTier):
                 txn.put(Database.LEASES, key, pack_lease(deadline, runs))
             return held
 
-        return key, self.index.write(work, timeout)
+        return key, self.index.write(work, timeout, unheard=lambda held: self.release([key]))
 
     def release(self, leases: Iterable[bytes]) -> None:
         """End leases. Never waits."""

@@ -13,10 +13,11 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
-from known_kv import SPEAKERS, load, save
+from known_kv import PLAIN, SPEAKERS, load, save
 
 from kvstore import loading
 from kvstore.copying import CopyThreads, Job, wait_all
+from kvstore.errors import BusyError
 from kvstore.kv import Bytes
 from kvstore.store import Store
 from kvstore.tiers import medium, reservation, segments
@@ -201,6 +202,111 @@ def test_a_ctrl_c_while_work_is_handed_to_a_thread_waits_for_that_work(
         loaded, wrong = load(store, SPEAKER, list(tokens))
         assert (loaded.tokens, wrong) == (48, 0)
     assert store.verify().problems == []
+
+
+class Entered:
+    """A condition; who enters it for the nth time is interrupted just before."""
+
+    def __init__(self, condition: threading.Condition, left: int) -> None:
+        self._condition, self._left = condition, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._condition, name)
+
+    def __enter__(self) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            self._left -= 1
+            if self._left == -1:
+                raise KeyboardInterrupt
+        return self._condition.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._condition.__exit__(*error)
+
+
+@pytest.mark.parametrize("whose", ["store", "device"])
+def test_a_ctrl_c_at_the_beginning_or_the_end_of_a_call_keeps_no_store_open(
+    reopen: Callable[..., Store], whose: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    from kvstore.tiers.devicekv import DeviceKV
+
+    store = reopen(hbm="4MiB", device="cpu")
+    core, layout = store._core, PLAIN
+    assert core.hbm is not None
+    owner, name = (core, "_unused") if whose == "store" else (core.hbm, "_state")
+    real = getattr(owner, name)
+    layer = layout.groups[0][0]
+    shape = (len(layout.groups[0]), 2, layer.heads, 48, layer.k_dim)
+    tensor = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
+    store.save(store.namespace(layout), range(48), DeviceKV.stacked(layout, tensor))
+    ended = 0
+    for number in range(30):
+        setattr(owner, name, Entered(real, number))
+        try:
+            store.load(store.match(store.namespace(layout), range(48)), DeviceKV.stacked(layout, tensor))
+            ended += 1
+        except KeyboardInterrupt:
+            continue
+        finally:
+            setattr(owner, name, real)
+    assert 0 < ended < 29
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("handed", [True, False])
+def test_a_prefetch_whose_start_is_interrupted_is_over(
+    reopen: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, handed: bool
+) -> None:
+    """Another one for the same blocks would join it, and wait for ever."""
+    store = reopen()
+    save(store, SPEAKER, range(48))
+    assert store.flush(60)
+    store.evict(everything=True, tier="ram")
+    match, submit = store.match(store.namespace(SPEAKER.layout), range(48)), ThreadPoolExecutor.submit
+
+    def interrupted(pool: ThreadPoolExecutor, *work: Any) -> Any:
+        if handed:
+            submit(pool, *work)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadPoolExecutor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.prefetch(match)
+    prefetch = store.prefetch(match)
+    assert prefetch.wait(30)
+    assert prefetch.tokens == 48
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BusyError("the ram index is locked", "try again")])
+def test_a_lease_that_is_not_had_for_all_parts_keeps_none(
+    reopen: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    store = reopen()
+    speaker = next(one for one in SPEAKERS if len(list(one.layout.parts())) > 1)
+    save(store, speaker, range(48))
+    match = store.match(store.namespace(speaker.layout, salt=speaker.salt), range(48))
+    ram = store._core.ram
+    real, left = ram.index.write, [1]
+
+    def write(*given: Any, **more: Any) -> Any:
+        if left.pop() if left else False:
+            return real(*given, **more)
+        if isinstance(error, KeyboardInterrupt):  # done all the same, and nobody hears of it
+            more["unheard"](real(*given, **more))
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ram.index, "write", write)
+        with pytest.raises(type(error)):
+            store.lease(match)
+    ram.index.write(lambda txn: None)
+    with ram.index.read() as txn:
+        assert txn.count(Database.LEASES) == 0
 
 
 @pytest.mark.parametrize("help_out", [True, False])
