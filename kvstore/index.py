@@ -91,7 +91,8 @@ class Index:
         self._thread = threading.Thread(target=self._run, name=f"kvstore-{name}-writer", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # no thread is to be had; LMDB opens no environment twice in a process
+        except BaseException:  # no thread is to be had, or Ctrl-C; LMDB opens no environment twice in a process
+            self._queue.put(None)
             self._env.close()
             raise
 

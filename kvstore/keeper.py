@@ -65,7 +65,11 @@ class Keeper:
         self._stop = threading.Event()
         self.take_back_the_dead()
         self._thread = threading.Thread(target=self._run, name="kvstore-keeper", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a Ctrl-C may come when it runs
+            self._stop.set()
+            raise
 
     def close(self) -> None:
         """Stop; what was counted is still shared."""

@@ -88,7 +88,11 @@ class Mover:
         self._paused_until = 0.0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvstore-mover", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a Ctrl-C may come when it runs
+            self._halt()
+            raise
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Queue blocks; the oldest waiting ones are dropped when there are too many. Never waits."""
@@ -139,14 +143,19 @@ class Mover:
             self._stop()
 
     def _stop(self) -> None:
+        left = self._halt()
+        if left:
+            self._events.emit(Skipped(self._nvme.name, "closing", left))
+        self._thread.join()
+
+    def _halt(self) -> int:
+        """Have the thread end after what is under way; returns how many blocks are left."""
         with self._changed:
             self._stopping = True
             left, self._queued = len(self._queue), 0
             self._queue.clear()
             self._changed.notify_all()
-        if left:
-            self._events.emit(Skipped(self._nvme.name, "closing", left))
-        self._thread.join()
+        return left
 
     def _run(self) -> None:
         """Take a batch and begin to write it, then finish the one before: the disk never waits for the index."""

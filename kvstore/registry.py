@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvstore import superblock
 from kvstore.assembly import Wrap
 from kvstore.core import Core
-from kvstore.errors import ClosedError, PathError
+from kvstore.errors import BusyError, ClosedError, PathError
 from kvstore.events import Observer
 from kvstore.settings import Settings
 
@@ -49,6 +49,13 @@ def _opened(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> Co
         raise PathError(
             f"{settings.path} cannot be opened: {where}: {error.strerror}",
             "check that path and ram_directory are directories you can write, with some space left",
+        ) from error
+    except RuntimeError as error:
+        if "new thread" not in str(error):
+            raise
+        raise BusyError(
+            f"{settings.path} cannot be opened: {error}",
+            "raise the limit of processes and threads (ulimit -u, a container's pids limit), or end others",
         ) from error
 
 

@@ -154,7 +154,11 @@ class PageLock:
         self._thread: threading.Thread | None = None
         if self._registrar is not None:
             self._thread = threading.Thread(target=self._work, name="kvstore-pagelock", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:  # a Ctrl-C may come when it runs
+                self._tasks.put(None)
+                raise
 
     @classmethod
     def for_device(cls, budget: int, device: str | None, events: Events | None = None) -> PageLock:

@@ -204,6 +204,42 @@ def test_a_ctrl_c_while_work_is_handed_to_a_thread_waits_for_that_work(
     assert store.verify().problems == []
 
 
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")])
+def test_an_opening_that_ends_at_any_of_its_threads_leaves_none(
+    reopen: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, error: BaseException, started: bool
+) -> None:
+    """And the store can be opened. A thread that is not to be had is an error of the store's."""
+    start, expected = threading.Thread.start, BusyError if isinstance(error, RuntimeError) else KeyboardInterrupt
+    for number in range(30):
+        left = number
+
+        def interrupted(thread: threading.Thread) -> None:
+            nonlocal left
+            left -= 1
+            if left != -1 or started:
+                start(thread)
+            if left == -1:
+                raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", interrupted)
+            try:
+                reopen().close()
+            except expected:
+                pass
+            else:
+                assert number > 3
+                break
+        for thread in [thread for thread in threading.enumerate() if thread.name.startswith("kvstore")]:
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+    store = reopen()
+    assert store.stats().processes == 1
+    save(store, SPEAKER, range(48))
+    assert load(store, SPEAKER, range(48))[0].tokens == 48
+
+
 class Entered:
     """A condition; who enters it for the nth time is interrupted just before."""
 
