@@ -125,17 +125,23 @@ def wait_all(jobs: Sequence[Job[T]], *, help_out: bool = True) -> list[T]:
     A Ctrl-C too: slots that a job still reads into would be given to others. help_out: do here what no thread has
     begun yet.
     """
+    interrupt = ended(jobs, help_out=help_out)
+    if interrupt is not None:
+        raise interrupt
+    return [job.result() for job in jobs]
+
+
+def ended(jobs: Sequence[Job[T]], *, help_out: bool = True) -> BaseException | None:
+    """The same, for jobs that may have been cancelled: waits until every one has ended; returns an interrupt."""
     interrupt: BaseException | None = None
-    ended = False
-    while not ended:
+    over = False
+    while not over:
         try:
             for job in jobs if help_out else ():
                 job.run()
             for job in jobs:
                 job.cancelled() or job.exception()  # waits for it
-            ended = True
-        except BaseException as error:  # noqa: BLE001  raised below, when nothing runs any more
+            over = True
+        except BaseException as error:  # noqa: BLE001  for the caller, when nothing runs any more
             interrupt = interrupt or error
-    if interrupt is not None:
-        raise interrupt
-    return [job.result() for job in jobs]
+    return interrupt

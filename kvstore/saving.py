@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from kvstore.copying import CopyThreads, Job, wait_all
+from kvstore.copying import CopyThreads, Job, ended, wait_all
 from kvstore.devices import DeviceSaver
 from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError, UnsupportedError
 from kvstore.events import Events, Fault, Skipped
@@ -170,9 +169,14 @@ class Saver:
 
     def _give_up(self, under_way: Sequence[_Fill]) -> None:
         """After an error: give slots back, when nothing is written to them any more."""
+        interrupt: BaseException | None = None
         for fill in under_way:
-            wait([future for future in fill.futures if not future.cancel()])
+            for future in fill.futures:
+                future.cancel()
+            interrupt = ended(fill.futures) or interrupt
             self._ram.abandon(fill.placed)
+        if interrupt is not None:
+            raise interrupt
 
     def _unknown(self, names: Sequence[BlockName], now: int, tally: _Tally) -> list[BlockName]:
         """Blocks that no tier has; those that one has are touched, and counted."""

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from known_kv import PLAIN, SPEAKERS, load, save
 
-from kvstore import loading
+from kvstore import loading, saving
 from kvstore.copying import CopyThreads, Job, wait_all
-from kvstore.errors import BusyError
+from kvstore.errors import BusyError, LayoutError
 from kvstore.kv import Bytes
 from kvstore.store import Store
 from kvstore.tiers import medium, reservation, segments
@@ -156,6 +156,53 @@ def test_a_save_that_is_interrupted_leaves_nothing_reserved(
     loaded, wrong = load(store, SPEAKER, list(range(640)))
     assert (loaded.tokens, wrong) == (640, 0)
     assert store.verify().problems == []
+
+
+class Failing:
+    """A buffer whose first block cannot be read, while the next is being read. ready: when it may be interrupted."""
+
+    capacity, device = 1 << 20, None
+
+    def __init__(self, ctrl_c: CtrlC) -> None:
+        self._ctrl_c = ctrl_c
+        self.begun, self.ready, self.ended = threading.Event(), threading.Event(), False
+
+    def gather(self, start: int, run: object, ready: object = None) -> None:
+        if start:
+            self.begun.set()
+            assert self.ready.wait(30)
+            self._ctrl_c()
+            self.ended = True
+        else:
+            raise LayoutError("the engine's memory is gone", "try again")
+
+    scatter = gather
+
+
+def test_a_ctrl_c_while_a_failed_save_gives_back_leaves_nothing_reserved(
+    reopen: Callable[..., Store], ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once nothing is written any more: else nobody could save these blocks until the process ended."""
+    store, buffer = reopen(nvme=None), Failing(ctrl_c)
+    monkeypatch.setattr(saving, "FIRST_BATCH", 1)
+    monkeypatch.setattr(saving, "BATCH", 1)
+    saver = store._core.saver
+    real = saver._give_up
+
+    def give_up(under_way: Any) -> None:
+        if len(under_way) > 1:
+            assert buffer.begun.wait(30)
+            buffer.ready.set()
+        real(under_way)
+
+    monkeypatch.setattr(saver, "_give_up", give_up)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(store.namespace(SPEAKER.layout), range(48), buffer)
+    assert buffer.ended
+    ram = store._core.ram
+    ram.index.write(lambda txn: None)
+    with ram.index.read() as txn:
+        assert txn.count(Database.WRITING) == 0
 
 
 @pytest.mark.parametrize("begun", [True, False])
