@@ -13,7 +13,7 @@ import pytest
 from children import Child, conversations
 from known_kv import PLAIN, SPEAKERS, Speaker, load, load_match, open_small, save
 
-from kvstore.errors import ClosedError, StorageError
+from kvstore.errors import BusyError, ClosedError, StorageError
 from kvstore.keeper import Keeper
 from kvstore.store import Store
 
@@ -254,7 +254,7 @@ def test_a_store_that_could_not_start_a_thread_can_be_opened_again(
         if thread in ("prefetch", "pages"):  # begun later, or done without
             reopen().close()
         else:
-            with pytest.raises(RuntimeError, match="can't start"):
+            with pytest.raises(BusyError, match="can't start"):
                 reopen()
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvstore")]
     store = reopen()
