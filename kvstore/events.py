@@ -194,9 +194,11 @@ class Events:
                 observer(event)
             except Exception as error:  # noqa: BLE001  an observer's fault must not reach the request
                 self._remove(observer)
-                warnings.warn(
-                    f"kvstore observer {observer!r} raised {error!r} and was dropped", RuntimeWarning, stacklevel=2
-                )
+                problem = f"kvstore observer {observer!r} raised {error!r} and was dropped"
+                try:
+                    warnings.warn(problem, RuntimeWarning, stacklevel=2)
+                except RuntimeWarning:  # warnings are errors in this process: no thread of the store may end of one
+                    self.emit(Notice("observer dropped", problem))
 
     def _remove(self, observer: Observer) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 from hypothesis import given
@@ -95,6 +96,23 @@ def test_events_cannot_be_changed_by_an_observer(event: Event) -> None:
     name = dataclasses.fields(event)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, name, None)
+
+
+def test_where_warnings_are_errors_a_faulty_observer_still_reaches_nobody_but_the_others() -> None:
+    """The mover, for one, would end of it, and `flush` wait for ever."""
+    heard: list[Event] = []
+
+    def faulty(event: Event) -> None:
+        raise ValueError("the log's disk is full")
+
+    events = Events([faulty, heard.append])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        events.emit(Skipped("ram", "full", 1))
+        events.emit(Skipped("ram", "full", 2))
+    assert [event for event in heard if isinstance(event, Skipped)] == [Skipped("ram", "full", n) for n in (1, 2)]
+    (notice,) = (event for event in heard if isinstance(event, Notice))
+    assert "the log's disk is full" in notice.detail
 
 
 def test_an_observer_that_raises_is_reported_once_and_dropped_and_the_others_hear_on() -> None:
