@@ -26,13 +26,15 @@ from kvstore.tiers.lanes import UNSEALED, Mark
 class Flight:
     """One call's copies.
 
-    marks: have passed when all copies are done; until the call has queued them, one that never passes. entries: one use
+    marks: have passed when all copies are done; until the call is over, one that never passes. queued: what becomes
+    of them then. entries: one use
     of each is the flight's. promised: one use of each is the handle's, until it says what becomes resident. memory:
     host memory that is read or written. deferred: host memory still to be filled from the device by whoever waits,
     since it is not page-locked.
     """
 
     marks: list[Mark] = field(default_factory=lambda: [UNSEALED])
+    queued: list[Mark] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     promised: list[Entry] = field(default_factory=list)
     memory: list[Bytes] = field(default_factory=list)

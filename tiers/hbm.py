@@ -257,7 +257,9 @@ class HbmTier:
             self._tell()
 
     def _ended(self, flight: Flight) -> None:
+        """Only now may it land: before, another thread would have freed slots that the call was about to publish."""
         with self._state:
+            flight.marks = flight.queued or flight.marks
             self._calls.discard(id(flight))
             self._state.notify_all()
 
@@ -271,7 +273,7 @@ class HbmTier:
         except RuntimeError as error:
             self.failed(what, error)
         finally:
-            flight.marks = marks or flight.marks
+            flight.queued = marks
 
     def _handle(self, plan: Plan, flight: Flight, crossing: Sequence[bool]) -> TransferHandle:
         tokens = sum(item.tokens for item, ok, way in zip(plan.items, plan.taken, crossing, strict=True) if ok and way)

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -598,6 +599,28 @@ def test_a_save_that_the_device_refuses_is_told_and_not_believed(after: int) -> 
     assert saved.wait()
     bench.assert_host(items[: sum(saved.taken)])
     assert bench.tier.stats().free == 8 - sum(saved.taken)
+    bench.close()
+
+
+def test_a_save_keeps_its_slots_until_they_are_published(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its copies are done, and another thread takes up what is done meanwhile: that would free them."""
+    bench = Bench(device, 4)
+    items, attempt = bench.items(range(1, 4)), bench.tier._attempt
+
+    def attempted(*given: Any) -> None:
+        attempt(*given)
+        other = threading.Thread(target=bench.tier.lookup, args=([],))
+        other.start()
+        other.join()
+
+    bench.put_engine(items)
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.tier, "_attempt", attempted)
+        saved = bench.tier.save(bench.kv, items)
+    assert saved.wait()
+    assert saved.taken == (True,) * 3
+    assert bench.tier.lookup([item.key for item in items]) == [True] * 3
+    assert bench.tier._arena.problems() == []
     bench.close()
 
 
