@@ -1,8 +1,9 @@
-"""Threads that nobody waits for, and their place behind those that compute.
+"""A thread that steps back behind those that compute on the same cores.
 
-A save, a move to disk or a new segment is not urgent; a forward that loses its core to one of them for a moment waits
-at its next barrier with all its threads. Threads step back once, when they start, since an ordinary user may lower a
-priority and never raise it again. Must not know what the threads do.
+An engine on the CPU splits each operation over all cores; where one is taken for a moment, all wait. Its saves are not
+urgent, and a thread that makes them may step back: once, when it starts, since an ordinary user may lower a priority
+and never raise it again. Only for work whose end nobody waits for: what holds Python's lock, or any other, while it
+waits for a core holds up those who need it. Must not know what the threads do.
 """
 
 from __future__ import annotations

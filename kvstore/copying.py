@@ -65,7 +65,7 @@ class CopyThreads:
 
     A caller that waits for its copies takes part in them (`wait_all`), so that one thread less is enough, and no
     more threads run than ``copy_threads``: on few cores one too many, put to sleep at the wrong moment, stops all.
-    A caller in the background has threads in the background for its copies.
+    For a caller that has stepped back (`background`), threads that have do its copies.
     """
 
     def __init__(self, copy_threads: int, io_threads: int) -> None:
@@ -74,7 +74,7 @@ class CopyThreads:
         self._copy = ThreadPoolExecutor(beside, thread_name_prefix="kvstore-copy")
         self._behind = ThreadPoolExecutor(beside, thread_name_prefix="kvstore-behind", initializer=step_back)
         self._read = ThreadPoolExecutor(io_threads, thread_name_prefix="kvstore-read")
-        self._write = ThreadPoolExecutor(1, thread_name_prefix="kvstore-write", initializer=step_back)
+        self._write = ThreadPoolExecutor(1, thread_name_prefix="kvstore-write")
         self._spare: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 

@@ -12,7 +12,6 @@ from functools import partial
 
 from kvstore import superblock
 from kvstore.assembly import Assembly, Wrap
-from kvstore.background import step_back
 from kvstore.copying import CopyThreads
 from kvstore.devices import DeviceLoader, DeviceSaver
 from kvstore.errors import ClosedError, KVStoreError, UnsupportedError
@@ -289,7 +288,6 @@ class Core:
 
     def _populate(self) -> None:
         """Enter what `ram` holds already into this process's page tables, so that no request has to."""
-        step_back()
         for segment in self.ram.segment_list():
             if self.closed or segment.allocating:
                 continue

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.background import step_back
 from kvstore.days import DayBook
 from kvstore.errors import KVStoreError
 from kvstore.events import Counters, Events, Fault
@@ -149,7 +148,6 @@ class Keeper:
             drop_empty(self._tiers, named)
 
     def _run(self) -> None:
-        step_back()
         expired = time.monotonic()
         while not self._stop.wait(PERIOD_S):
             self._attempt("take back", self.take_back_the_dead)

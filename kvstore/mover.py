@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from kvstore.background import step_back
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Events, Fault, Moved, Notice, Skipped
 from kvstore.policy import CLEAN, REFUSED
@@ -159,7 +158,6 @@ class Mover:
 
     def _run(self) -> None:
         """Take a batch and begin to write it, then finish the one before: the disk never waits for the index."""
-        step_back()
         under_way: _Batch | None = None
         while True:
             with self._changed:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.background import step_back
 from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Evicted, Fault
 from kvstore.records import Entry
@@ -36,8 +35,8 @@ AHEAD_SHARE = 2
 class Grower:
     """Grows one tier: one segment at a time ahead of need, and one for who needs it.
 
-    Who needs room waits for the thread that works ahead for a moment only, since that has stepped back: on a busy
-    machine it takes tens of times as long. Longer only where the budget has no other segment.
+    Who needs room waits for the thread that works ahead for a moment only: on a busy machine that takes long. Longer
+    only where the budget has no other segment.
     """
 
     def __init__(self, tier: SlottedTier, cold: ColdSlots) -> None:
@@ -159,7 +158,6 @@ class Grower:
             self._full_until.clear()
 
     def _quietly(self, slot_bytes: int, turn: list[threading.Lock]) -> None:
-        step_back()
         tier = self._tier
         try:
             with tier.index.read() as txn:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.background import step_back
 from kvstore.errors import DamagedError, StorageError
 from kvstore.kv import Bytes
 
@@ -118,7 +117,7 @@ class HugePages:
             self._running = True
         turn = [self]  # whoever takes it out goes on: the thread, or nobody, after a Ctrl-C before it was started
         try:
-            threading.Thread(target=self._behind, args=(turn,), name="kvstore-pages", daemon=True).start()
+            threading.Thread(target=self._begin, args=(turn,), name="kvstore-pages", daemon=True).start()
         except RuntimeError:  # no thread is to be had: small pages do as well
             self._refused = True
             self._run()
@@ -143,8 +142,7 @@ class HugePages:
             self._lock.notify_all()
             self._lock.wait_for(lambda: not self._running)
 
-    def _behind(self, turn: list[HugePages]) -> None:
-        step_back()
+    def _begin(self, turn: list[HugePages]) -> None:
         if _taken(turn):
             self._run()
 

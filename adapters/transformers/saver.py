@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
 
-from kvstore.background import step_back
 from kvstore.copying import Job
 from kvstore.events import Events, Fault, Skipped
 
@@ -34,7 +33,7 @@ class Saver:
         self._room = pending
         self._lock = Lock()
         self._waiting: set[Future[None]] = set()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save", initializer=step_back)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
         _at_exit(_flush, weakref.ref(self))
 
     def submit(self, work: Callable[[], object], blocks: int) -> Future[None] | None:

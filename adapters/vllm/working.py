@@ -46,7 +46,8 @@ class WorkerHalf:
         self._part = Part(0, rank)
         self._spaces = Spaces(store, engine)
         self._pages = _Pages(engine, tensors)
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save", initializer=step_back)
+        behind = step_back if self._pages.on_host else None
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save", initializer=behind)
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="kvstore-load")
         self._saves: deque[tuple[frozenset[int], Future[None]]] = deque()
         self._later: dict[str, tuple[Load, Future[int]]] = {}
@@ -171,6 +172,11 @@ class _Pages:
             self._host = page_planes(layout, arrays, by_dim=by_dim)
         else:
             self._device = device_planes(layout, pairs, by_dim=by_dim)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the engine computes on the cores that copy."""
+        return bool(self._host)
 
     def note_lane(self) -> None:
         """Called on the engine's thread: the stream on which it works on its pages."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from stores import BLOCK, LAYOUT, StoreBench, StoreMaker, kv_of, tokens_of
 
+from kvstore.background import NICENESS
 from kvstore.kv import HostKV
 
 # What importing vLLM and torch's compiler warns of is theirs.
@@ -19,12 +22,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class Half:
     """A worker's half over a small store and pages of one request each."""
 
-    def __init__(self, bench: StoreBench, patched: pytest.MonkeyPatch) -> None:
+    def __init__(self, bench: StoreBench, patched: pytest.MonkeyPatch, on_host: bool = True) -> None:
         from kvstore.adapters.vllm import working
 
         self.bench, self.pages = bench, {}
         spaces = SimpleNamespace(of=lambda whose: bench.space())
-        pages = SimpleNamespace(note_lane=lambda: None, buffer=lambda blocks, first=0: self.pages[blocks])
+        pages = SimpleNamespace(
+            note_lane=lambda: None, buffer=lambda blocks, first=0: self.pages[blocks], on_host=on_host
+        )
         patched.setattr(working, "Spaces", lambda store, engine: spaces)
         patched.setattr(working, "_Pages", lambda engine, tensors: pages)
         self.half = working.WorkerHalf(bench.store, SimpleNamespace(page=BLOCK), [], 0)  # type: ignore[arg-type]
@@ -80,3 +85,16 @@ def test_a_load_that_a_request_waits_for_is_done_without_a_thread(half: Half, mo
     assert half.half.finished() == {"one"}
     assert half.half.bad_blocks() == set()
     assert np.array_equal(empty, kv_of(tokens))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to a process")
+@pytest.mark.parametrize("on_host", [True, False])
+def test_saves_step_back_where_the_engine_computes_on_the_cores_that_copy(
+    make_store: StoreMaker, monkeypatch: pytest.MonkeyPatch, on_host: bool
+) -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    made = Half(make_store(nvme=0), monkeypatch, on_host)
+    saver = made.half._saver.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(60)
+    loader = made.half._loader.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(60)
+    made.half.close()
+    assert (saver, loader) == (max(mine, NICENESS) if on_host else mine, mine)
