@@ -55,3 +55,29 @@ def test_segments_that_are_too_small_are_told_apart(tmp_path: Path, memory: Path
 def test_a_budget_that_its_index_fills_is_refused_with_one_that_serves_a_model(tmp_path: Path, memory: Path) -> None:
     with pytest.raises(BudgetError, match="set ram to 64 MiB or more"):
         kvstore.open(tmp_path / "store", ram=MIB, nvme=0, ram_directory=memory)
+
+
+def test_of_a_conversation_larger_than_ram_the_beginning_is_kept_and_the_rest_skipped(
+    tmp_path: Path, memory: Path
+) -> None:
+    """As SIZING.md says it: later saves go no further while that beginning is in ram, and further once nvme alone has
+    it."""
+    layout = layout_of(MIB)
+    with kvstore.open(tmp_path / "store", ram=16 * MIB, nvme=256 * MIB, ram_directory=memory) as store:
+        space, tokens = store.namespace(layout), np.arange(16 * 32, dtype=np.uint32)
+
+        def saved(ids: np.ndarray) -> tuple[int, int, int]:
+            array = np.zeros((2, 2, 4, len(ids), MIB // (2 * 2 * 4 * 16 * 4)), np.float32)
+            done = store.save(space, ids, HostKV.stacked(layout, array))
+            assert store.flush(60)
+            return done.new_blocks, done.known_blocks, done.skipped_blocks
+
+        first, _, skipped = saved(tokens)
+        assert 0 < first < 16
+        assert skipped == 32 - first
+        assert saved(tokens) == (0, first, skipped), "nvme has it all by now, and yet"
+        assert store.match(space, tokens).by_tier == {"ram": 16 * first}
+        assert {name for name in store.stats().counters if name.startswith("skip.")} == {"skip.ram.full.blocks"}
+        saved(10_000 + np.arange(16 * first, dtype=np.uint32))
+        assert saved(tokens)[0] > 0
+        assert store.match(space, tokens).tokens > 16 * first
