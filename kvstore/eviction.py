@@ -1,20 +1,21 @@
 """Explicit eviction: which blocks a target names, and their removal everywhere, tombstone first.
 
 A prefix is evicted with everything that continues it and with those of its heads that nothing else uses; heads that
-other sequences share stay. Each tier notes which tombstones were applied to it, so that an eviction whose process died,
-or did not see a tier, is finished by `catch_up`.
+other sequences share stay. So it is with sequences of more than a size, of which what is pinned stays as well. Each
+tier notes which tombstones were applied to it, so that an eviction whose process died, or did not see a tier, is
+finished by `catch_up`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvstore.errors import SettingsError
 from kvstore.identity import ANCESTOR_BLOCKS
-from kvstore.layout import Part
+from kvstore.layout import Layout, Part
 from kvstore.match import Match
 from kvstore.purge import PurgeLog
 from kvstore.records import (
@@ -25,15 +26,19 @@ from kvstore.records import (
     entry_namespace,
     family_key,
     key_depth,
+    key_part,
     key_tokens,
     slot_key,
 )
 from kvstore.slots import SlotRef
+from kvstore.states import State
 from kvstore.tiers import namespaces
 from kvstore.tiers.segments import get_number, put_number
 from kvstore.tiers.slotted import SlottedTier
 from kvstore.transaction import Database, Transaction
 
+FIRST_PART = Part()
+_PARENT, _SHORT = slice(12, 20), 8
 APPLIED = b"purge applied"
 """In each tier: the newest tombstone up to which all were applied to it."""
 
@@ -43,19 +48,24 @@ Victim = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to evict: exactly one of these. unused_s: blocks not used for so many seconds."""
+    """What to evict: exactly one of these.
+
+    unused_s: blocks not used for so many seconds. larger: bytes; sequences whose KV takes more. keys: blocks.
+    """
 
     everything: bool = False
     root: bytes | None = None
     salt: bytes | None = None
     prefix: Match | None = None
     unused_s: float | None = None
+    larger: int | None = None
+    keys: frozenset[bytes] | None = None
 
     def __post_init__(self) -> None:
-        given = [self.root is not None, self.salt is not None, self.prefix is not None, self.unused_s is not None]
-        if self.everything + sum(given) != 1:
+        given = (self.root, self.salt, self.prefix, self.unused_s, self.larger, self.keys)
+        if self.everything + sum(one is not None for one in given) != 1:
             raise SettingsError(
-                "an eviction needs exactly one of everything, namespace, salt, prefix, unused_s",
+                "an eviction needs exactly one of everything, namespace, salt, prefix, unused_s, larger",
                 "name one; combine two by evicting twice",
             )
 
@@ -79,6 +89,7 @@ class Eviction:
         if not chosen:
             names = ", ".join(one.name for one in self._tiers)
             raise SettingsError(f"there is no tier {tier!r}", f"choose one of {names}")
+        target = self._settled(target)
         victims = {one.name: self._victims(one, target) for one in chosen}
         if dry_run:
             return {name: len(found) for name, found in victims.items()}
@@ -93,6 +104,7 @@ class Eviction:
 
     def named(self, target: Target) -> tuple[frozenset[bytes], frozenset[bytes]]:
         """Roots of namespaces that go as a whole, and keys of all blocks that go."""
+        target = self._settled(target)
         roots: set[bytes] = set()
         keys: set[bytes] = set()
         for one in self._tiers:
@@ -100,6 +112,12 @@ class Eviction:
             whole = [record for _, record in _spaces(one) if target.takes(record)]
             roots.update(record.root for record in whole)
         return frozenset(roots), frozenset(keys)
+
+    def _settled(self, target: Target) -> Target:
+        """The same, by keys where it goes by size: what it names must not change between its tombstone and its end."""
+        if target.larger is None:
+            return target
+        return replace(target, larger=None, keys=_larger(self._tiers, target.larger))
 
     def _bury(self, target: Target, victims: dict[str, list[Victim]]) -> list[range]:
         """The tombstones, before the first block goes; their epochs."""
@@ -121,6 +139,9 @@ class Eviction:
                 return _unused(tier, txn, target.unused_s)
             if target.everything:
                 return [(key, entry_key(raw)) for key, raw in txn.scan(Database.BLOCKS)]
+            if target.keys is not None:
+                every = ((index_key, entry_key(raw)) for index_key, raw in txn.scan(Database.BLOCKS))
+                return [(index_key, key) for index_key, key in every if key in target.keys]
             numbers = {
                 number
                 for number, record in namespaces.listing(txn)
@@ -249,6 +270,35 @@ def _mark(tier: SlottedTier, buried: Sequence[range]) -> None:
 def _spaces(tier: SlottedTier) -> Iterator[tuple[int, NamespaceRecord]]:
     with tier.index.read() as txn:
         yield from namespaces.listing(txn)
+
+
+def _larger(tiers: Sequence[SlottedTier], limit: int) -> frozenset[bytes]:
+    """Keys of the blocks that only sequences of more than ``limit`` bytes use, without pinned ones.
+
+    Sequences are those of `listing.prefixes`: READY blocks of the first part that no other one continues, in any tier.
+    """
+    parents: dict[bytes, bytes] = {}
+    keys: dict[bytes, bytes] = {}
+    sizes: dict[bytes, int] = {}
+    for tier in tiers:
+        with tier.index.read() as txn:
+            layouts = {number: Layout.from_json(record.layout) for number, record in namespaces.listing(txn)}
+            for index_key, raw in txn.scan(Database.BLOCKS):
+                entry = Entry.unpack(raw)
+                layout = layouts.get(entry.namespace)
+                if layout is None or entry.state is not State.READY or key_part(index_key) != FIRST_PART:
+                    continue
+                short = entry.key[:_SHORT]
+                parents[short], keys[short] = index_key[_PARENT], entry.key
+                sizes[short] = layout.sequence_bytes(key_depth(index_key) * layout.block_tokens + entry.tokens)
+    kept: set[bytes] = set()
+    for leaf in sizes.keys() - set(parents.values()):
+        short = leaf
+        while sizes[leaf] <= limit and short in parents and short not in kept:
+            kept.add(short)
+            short = parents[short]
+    pinned = frozenset[bytes]().union(*(tier.pins() for tier in tiers))
+    return frozenset(key for short, key in keys.items() if short not in kept) - pinned
 
 
 def _unused(tier: SlottedTier, txn: Transaction, seconds: float) -> list[Victim]:

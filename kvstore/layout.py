@@ -127,6 +127,10 @@ class Layout:
         """Bytes of one part's payload with ``tokens`` tokens (default: a full block)."""
         return self.token_bytes(group) * (self.block_tokens if tokens is None else tokens)
 
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes of the KV of so many tokens, in all parts."""
+        return tokens * self.shards * sum(self._token_bytes)
+
     def root(self, salt: bytes | str = b"") -> bytes:
         """The root of this layout's chains under a salt, 32 bytes."""
         return root_key(self.fingerprint, salt)

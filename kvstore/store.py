@@ -273,6 +273,7 @@ class Store:
         prefix: Match | None = None,
         name: str | None = None,
         unused_s: float | None = None,
+        larger: int | None = None,
         tier: str | None = None,
         dry_run: bool = False,
         forget_names: bool = False,
@@ -280,9 +281,9 @@ class Store:
         """Evict what exactly one of these names, in every process; returns how many blocks by tier.
 
         namespace: a root. prefix, or one by its name: goes with all that continues it and with heads that nothing
-        else uses. unused_s: what was not used for so many seconds. tier: drop only the copies in one tier. dry_run:
-        only count. forget_names: also what people named of it, which holds its tokens. Raises SettingsError,
-        NotFoundError.
+        else uses. unused_s: what was not used for so many seconds. larger: bytes; sequences whose KV takes more, but
+        for what others share and what is pinned. tier: drop only the copies in one tier. dry_run: only count.
+        forget_names: also what people named of it, which holds its tokens. Raises SettingsError, NotFoundError.
         """
         core = self._require()
         digest = None if salt is None else salt_digest(salt)
@@ -292,7 +293,7 @@ class Store:
             if prefix.tokens < prefix.asked:  # what is left of it belongs to others as well
                 problem = f"only {prefix.tokens} of the {prefix.asked} tokens named {name!r} are stored"
                 raise NotFoundError(problem, "unpin the name; evict what is left by its prefix")
-        target = Target(everything, namespace, digest, prefix, unused_s)
+        target = Target(everything, namespace, digest, prefix, unused_s, larger)
         return core.evict(target, tier, dry_run=dry_run, names=forget_names)
 
     def wipe(self, progress: Step = lambda what, done, total: None) -> Wiped:

@@ -5,13 +5,12 @@ Must not know a terminal, a request, or where an argument came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import NotFoundError, SettingsError
 from kvstore.identity import Tokens as Ids
 from kvstore.identity import salt_digest
-from kvstore.listing import NamespaceUse, Prefix
+from kvstore.listing import NamespaceUse
 from kvstore.match import Match, Namespace
 from kvstore.sizes import parse_size
 from kvstore.store import Store
@@ -34,20 +33,8 @@ def namespace_told(use: NamespaceUse, spell: Spell = whole) -> dict[str, Any]:
         "created": record.created,
         "ttl": record.ttl,
         "block_tokens": use.layout.block_tokens,
-        "token_bytes": use.layout.token_bytes(),
+        "token_bytes": use.layout.sequence_bytes(1),
         "tiers": {tier: {"blocks": usage.blocks, "bytes": usage.size} for tier, usage in use.by_tier.items()},
-    }
-
-
-def prefix_told(prefix: Prefix) -> dict[str, Any]:
-    """A stored sequence."""
-    return {
-        "key": prefix.key.hex(),
-        "tokens": prefix.tokens,
-        "first_tokens": list(prefix.first_tokens),
-        "whole": prefix.whole,
-        "idle_s": prefix.idle_s,
-        "blocks": dict(prefix.by_tier),
     }
 
 
@@ -104,18 +91,20 @@ def eviction_target(
     name: str | None = None,
     salt: str | None = None,
     unused: float | None = None,
+    larger: str | None = None,
 ) -> dict[str, Any]:
     """The arguments of `Store.evict` that options name.
 
-    prefix: first tokens (``1,2,3``), or the beginning of a key. Raises SettingsError for nothing, or for two things;
-    NotFoundError, AmbiguousError.
+    prefix: first tokens (``1,2,3``), or the beginning of a key. larger: a size. Raises SettingsError for nothing, or
+    for two things; NotFoundError, AmbiguousError.
     """
-    given = [everything, *(one is not None for one in (namespace, name, salt, unused))]
+    given = [everything, *(one is not None for one in (namespace, name, salt, unused, larger))]
     if prefix is not None and namespace is None:
         raise SettingsError("--prefix needs the namespace it is in", "add --namespace; kvstore ls lists them")
     if sum(given) > 1:
         raise SettingsError(
-            "--all, --namespace, --name, --salt and --unused exclude one another", "evict twice to combine them"
+            "--all, --namespace, --name, --salt, --unused and --larger exclude one another",
+            "evict twice to combine them",
         )
     if namespace is not None:
         use = find_namespace(store, namespace)
@@ -127,9 +116,13 @@ def eviction_target(
         return {"salt": salt}
     if unused is not None:
         return {"unused_s": unused}
+    if larger is not None:
+        return {"larger": parse_size(larger)}
     if everything or tier is not None:
         return {"everything": True}
-    raise SettingsError("nothing was named", "pass --all, --tier, --namespace, --prefix, --name, --salt or --unused")
+    raise SettingsError(
+        "nothing was named", "pass --all, --tier, --namespace, --prefix, --name, --salt, --unused or --larger"
+    )
 
 
 def evict(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = False) -> dict[str, int]:
@@ -205,11 +198,6 @@ def quotas_told(store: Store, salt: str | None, spell: Spell = whole, *, known: 
 def verified(report: Report) -> dict[str, Any]:
     """What `Store.verify` found."""
     return {"ok": report.ok, "checked": report.checked, "repaired": report.repaired, "problems": report.problems}
-
-
-def prefixes_told(use: NamespaceUse, shown: Sequence[Prefix], total: int) -> dict[str, Any]:
-    """Some of a namespace's sequences, of ``total``."""
-    return {"namespace": namespace_told(use), "total": total, "prefixes": [prefix_told(one) for one in shown]}
 
 
 def _limit(text: str) -> int | None:

@@ -15,10 +15,12 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 import kvstore
+from kvstore.sizes import parse_size
 from kvstore.tools import answers, attached
 from kvstore.tools import api_given as given
 from kvstore.tools import api_models as models
 from kvstore.tools.api_access import Behind, Told, Trusted
+from kvstore.tools.catalogue import Selection
 from kvstore.tools.problems import RESPONSES, Refused
 from kvstore.tools.service import Service, TooManyWatchers
 
@@ -76,19 +78,23 @@ async def prefixes(
     namespace: Annotated[
         models.Root | None, Query(description="Only of the namespace with this root, as it was told.")
     ] = None,
+    salt: Annotated[
+        models.Salt | None,
+        Query(description="Only under the salt with this digest, as it was told; empty: under none."),
+    ] = None,
+    tier: Annotated[
+        Literal["ram", "nvme"] | None, Query(description="Only those of which this tier has a block.")
+    ] = None,
+    unused: Annotated[models.Seconds | None, Query(description="Only those not used for so many seconds.")] = None,
+    larger: Annotated[
+        models.Text | None, Query(description="Only those whose KV takes more: a size (1GiB), or bytes.")
+    ] = None,
     offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     limit: Annotated[int, Query(ge=1, le=200)] = 20,
 ) -> dict[str, Any]:
     """Stored sequences, a page of them. The listing may be some seconds old, in a large store some minutes."""
-    return await service.run(
-        service.catalogue.page,
-        sort=sort,
-        search=search,
-        namespace=namespace,
-        offset=offset,
-        limit=limit,
-        spell=told,
-    )
+    chosen = Selection(search, namespace, salt, tier, unused, None if larger is None else parse_size(larger))
+    return await service.run(service.catalogue.page, chosen, sort=sort, offset=offset, limit=limit, spell=told)
 
 
 @routes.get("/names", response_model=given.NamesGiven)

@@ -40,6 +40,7 @@ Config = Annotated[dict[str, Any], AfterValidator(_fathomable)]
 Text = Annotated[str, Field(min_length=1, max_length=NAME_MOST)]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{6,64}$", description="The beginning of a key, in hexadecimal digits.")]
 Root = Annotated[str, Field(pattern="^([0-9a-f]{64}|~[0-9a-f]{11})$")]
+Salt = Annotated[str, Field(pattern="^([0-9a-f]{32}|~[0-9a-f]{11})?$")]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
@@ -113,7 +114,7 @@ class Counted(Asked):
 
 
 class EvictAsked(Counted):
-    """What to evict: exactly one of everything, namespace, name, salt, unused; or a tier alone."""
+    """What to evict: exactly one of everything, namespace, name, salt, unused, larger; or a tier alone."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tier": "ram"}]})
     everything: bool = False
@@ -125,6 +126,9 @@ class EvictAsked(Counted):
     name: Text | None = Field(None, description="A named prefix; its name and pin go with it.")
     salt: Text | None = Field(None, description="All namespaces under this salt.")
     unused: Seconds | None = Field(None, description="What was not used for so many seconds.")
+    larger: Text | None = Field(
+        None, description="Sequences whose KV takes more (1GiB), but for what others share and what is pinned."
+    )
 
 
 class QuotaAsked(Counted):

@@ -63,9 +63,7 @@ def export(
             "dry_run": dry_run,
         }
         if dry_run:
-            size = sum(match.tokens for match in matches) * sum(
-                space.layout.token_bytes(part.group) for part in space.layout.parts()
-            )
+            size = space.layout.sequence_bytes(sum(match.tokens for match in matches))
             told |= {"file": None, "payload_bytes": size}
         else:
             with BundleWriter(file, blocks, replace=force) as writer:

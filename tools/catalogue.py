@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.errors import SettingsError
 from kvstore.listing import NamespaceUse
 from kvstore.records import OUTLINE, outline
 from kvstore.store import Store
@@ -32,6 +34,23 @@ FIRST = 8
 _HEX = frozenset("0123456789abcdef")
 _Array: TypeAlias = npt.NDArray[Any]
 _Names: TypeAlias = Mapping[int, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which sequences are wanted: those that everything given holds of.
+
+    search: a part of a label or of a name, or the beginning of a key. namespace, salt: a root, and the digest of a salt
+    ("" for none), as they were told. tier: one that has a block of it. unused: seconds since its last block was used,
+    or more. larger: bytes; its KV takes more.
+    """
+
+    search: str = ""
+    namespace: str | None = None
+    salt: str | None = None
+    tier: str | None = None
+    unused: float | None = None
+    larger: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,20 @@ class Listing:
     idle: _Array
     at: float
     cost: float
+
+    @cached_property
+    def size(self) -> _Array:
+        """Bytes of the KV of each, in all parts, wherever it is."""
+        each = np.array([use.layout.sequence_bytes(1) for use in self.uses] or [0], np.int64)
+        return self.length * each[self.space]
+
+    @cached_property
+    def touched(self) -> _Array:
+        """Tiers that have a block of each."""
+        bits = np.zeros(len(self.leaf), np.uint8)
+        for going, here in _paths(self, np.arange(len(self.leaf))):
+            bits[going] |= self.tiers[here]
+        return bits
 
 
 class Catalogue:
@@ -85,18 +118,19 @@ class Catalogue:
             self._lock.release()
 
     def page(
-        self, *, sort: Sort, search: str, namespace: str | None, offset: int, limit: int, spell: Spell = whole
+        self, chosen: Selection, *, sort: Sort, offset: int, limit: int | None, spell: Spell = whole
     ) -> dict[str, Any]:
-        """Some sequences. search: a part of a label or of a name, or the beginning of a key. namespace: a root.
+        """Some of the chosen sequences. limit: None for all from ``offset`` on.
 
-        spell: how keys and roots are told, and asked for; unless they are told whole, no tokens are.
+        spell: how digests are told, and asked for; unless they are told whole, no tokens are. Raises SettingsError for
+        a tier that is not there.
         """
         found = self.listing()
         pinned = _names(self._store)
-        chosen = np.flatnonzero(_fits(found, search, namespace, pinned, spell))
+        fitting = np.flatnonzero(_fits(found, chosen, pinned, spell))
         order = {"biggest": -found.length, "hottest": found.idle, "coldest": -found.idle}[sort]
-        chosen = chosen[np.argsort(order[chosen], kind="stable")]
-        shown = chosen[offset : offset + limit]
+        fitting = fitting[np.argsort(order[fitting], kind="stable")]
+        shown = fitting[offset:][:limit]
         named: dict[int, list[int]] = {}
         heads, blocks = _walked(found, shown, pinned, named)
         rows = []
@@ -110,7 +144,7 @@ class Catalogue:
                     "namespace": spell(use.record.root),
                     "label": use.record.label,
                     "tokens": int(found.length[leaf]),
-                    "bytes": int(found.length[leaf]) * use.layout.token_bytes(),
+                    "bytes": int(found.size[leaf]),
                     "first_tokens": found.first[head][:count].tolist() if count else [],
                     "whole": head >= 0,
                     "idle_s": round(float(found.idle[leaf]), 3),
@@ -118,7 +152,7 @@ class Catalogue:
                     "names": [one for short in named.get(row, ()) for one in pinned[short]],
                 }
             )
-        return {"age_s": round(time.monotonic() - found.at, 3), "total": len(chosen), "prefixes": rows}
+        return {"age_s": round(time.monotonic() - found.at, 3), "total": len(fitting), "prefixes": rows}
 
 
 def _read(store: Store) -> Listing:
@@ -192,38 +226,51 @@ def _walked(found: Listing, shown: _Array, pinned: _Names, named: dict[int, list
     named: gets, by row, which of the blocks along it a name ends in.
     """
     ends = np.array(sorted(pinned), np.uint64)
-    at = found.leaf[shown].astype(np.int64)
-    heads = np.full(len(at), -1, np.int64)
-    blocks = np.zeros((len(at), len(found.names)), np.int64)
+    heads = np.full(len(shown), -1, np.int64)
+    blocks = np.zeros((len(shown), len(found.names)), np.int64)
     roots = np.array([int.from_bytes(use.record.root[:8], "big") for use in found.uses] or [0], np.uint64)
     wanted_root = roots[found.space[shown]]
-    going = np.arange(len(at))
-    for _ in range(DEEPEST):
-        if not len(going):
-            break
-        here = at[going]
+    for going, here in _paths(found, shown):
         for bit in range(len(found.names)):
             blocks[going, bit] += (found.tiers[here] >> bit) & 1
         for row in np.flatnonzero(np.isin(found.short[here], ends)).tolist() if len(ends) else ():
             named.setdefault(int(going[row]), []).append(int(found.short[here[row]]))
-        parent = found.parent[here]
-        ended = parent == wanted_root[going]
+        ended = found.parent[here] == wanted_root[going]
         heads[going[ended]] = here[ended]
-        going, parent = going[~ended], parent[~ended]
-        above = np.minimum(np.searchsorted(found.short, parent), len(found.short) - 1)
-        there = found.short[above] == parent
-        going, above = going[there], above[there]
-        at[going] = above
     return heads, blocks
 
 
-def _fits(found: Listing, search: str, namespace: str | None, pinned: _Names, spell: Spell) -> _Array:
+def _paths(found: Listing, leaves: _Array) -> Iterator[tuple[_Array, _Array]]:
+    """From some leaves up, a block at a time: which of them go on, and the block that each is at."""
+    going, here = np.arange(len(leaves)), found.leaf[leaves].astype(np.int64)
+    for _ in range(DEEPEST):
+        if not len(going):
+            return
+        yield going, here
+        parent = found.parent[here]
+        above = np.minimum(np.searchsorted(found.short, parent), len(found.short) - 1)
+        there = found.short[above] == parent
+        going, here = going[there], above[there]
+
+
+def _fits(found: Listing, chosen: Selection, pinned: _Names, spell: Spell) -> _Array:
     fits = np.ones(len(found.leaf), np.bool_)
-    if namespace is not None:
-        chosen = [at for at, use in enumerate(found.uses) if spell(use.record.root) == namespace]
-        fits &= np.isin(found.space, chosen)
-    if search:
-        words = search.lower()
+    if chosen.namespace is not None:
+        fits &= np.isin(
+            found.space, [at for at, use in enumerate(found.uses) if spell(use.record.root) == chosen.namespace]
+        )
+    if chosen.salt is not None:
+        fits &= np.isin(found.space, [at for at, use in enumerate(found.uses) if spell(use.record.salt) == chosen.salt])
+    if chosen.unused is not None:
+        fits &= found.idle >= chosen.unused
+    if chosen.larger is not None:
+        fits &= found.size > chosen.larger
+    if chosen.tier is not None:
+        if chosen.tier not in found.names:
+            raise SettingsError(f"there is no tier {chosen.tier!r}", f"choose one of {', '.join(found.names)}")
+        fits &= (found.touched >> found.names.index(chosen.tier)) & 1 == 1
+    if chosen.search:
+        words = chosen.search.lower()
         labels = [at for at, use in enumerate(found.uses) if words in use.record.label.lower()]
         matching = np.isin(found.space, labels)
         short = found.short[found.leaf]

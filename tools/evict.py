@@ -26,6 +26,10 @@ def evict(
     name: Annotated[str | None, typer.Option(help="A named prefix; its name and pin go with it.")] = None,
     salt: Annotated[str | None, typer.Option(help="All namespaces under this salt.")] = None,
     unused: Annotated[float | None, typer.Option(help="What was not used for so many seconds.", min=0)] = None,
+    larger: Annotated[
+        str | None,
+        typer.Option(help="Sequences that take more than this (1GiB), but for what others share and what is pinned."),
+    ] = None,
     wipe: Annotated[
         bool, typer.Option("--wipe", help="Leave no readable byte of it, nor of what was evicted before.")
     ] = False,
@@ -35,7 +39,7 @@ def evict(
     url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """Evict everything, a namespace, a salt, a prefix or a name with all that continues it, or what was long unused.
+    """Evict everything, a namespace, a salt, a prefix or name with all that continues it, what is long unused or large.
 
     Without --tier, blocks go from every tier and every process, and cannot come back from another one. Asks first. With
     --wipe, zeros go over them; alone, over what was evicted before.
@@ -43,21 +47,23 @@ def evict(
     Example:
 
         kvstore evict --tier ram --yes --path ./store
+
+        kvstore evict --larger 1GiB --dry-run --path ./store
     """
+    named: dict[str, Any] = {"everything": everything, "namespace": namespace, "prefix": prefix, "name": name}
+    named |= {"salt": salt, "unused": unused, "larger": larger}
     server = remote.at(url)
     if server is not None:
         if wipe:
             raise SettingsError("--wipe is not done through a server", "run it on the store's own host, with --path")
-        named = {"namespace": namespace, "prefix": prefix, "name": name, "salt": salt, "unused": unused}
-        _evict_there(server, {"everything": everything, "tier": tier, **named}, dry_run, yes, as_json)
+        _evict_there(server, {**named, "tier": tier}, dry_run, yes, as_json)
         return
     with standing_store(path) as store:
         if wipe and tier is not None:
             raise SettingsError("--wipe goes through every tier", "leave --tier out")
-        named = {"everything": everything, "namespace": namespace, "prefix": prefix, "name": name, "salt": salt}
-        only_wipe = wipe and unused is None and not any(one not in (None, False) for one in named.values())
+        only_wipe = wipe and all(one is None or one is False for one in named.values())
         with reading(store):
-            target = None if only_wipe else answers.eviction_target(store, **named, tier=tier, unused=unused)  # type: ignore[arg-type]
+            target = None if only_wipe else answers.eviction_target(store, **named, tier=tier)
             would = store.evict(**target, tier=tier, dry_run=True) if target is not None else {}
         wiped: Wiped | None = None
         if dry_run:

@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 
 from kvstore import errors
 from kvstore.errors import AmbiguousError, KVStoreError, NotFoundError, PathError, SettingsError, StorageError
+from kvstore.identity import salt_digest
 from kvstore.statistics import Stats, TierStats
 from kvstore.tools.standing import ID_DIGITS
+from kvstore.tools.standins import MARK
 from kvstore.tools.token_file import VARIABLE, token_of_environment
 from kvstore.tools.wording import COMMAND_LINE, READER
 
@@ -105,12 +107,22 @@ class Remote:
             raise AmbiguousError(f"{name!r} names {len(found)} namespaces", f"use the beginning of a root: {roots}")
         return found[0]
 
-    def prefixes(self, root: str, limit: int) -> tuple[list[dict[str, Any]], int]:
-        """Sequences of a namespace, the last used first, and how many there are. limit: 0 for all."""
+    def salt(self, salt: str) -> str:
+        """A salt's digest, as this server tells it. Raises NotFoundError; SettingsError where it tells stand-ins."""
+        wanted = salt_digest(salt).hex()
+        told = {one["salt"] for one in self.get("/v1/namespaces")["namespaces"]}
+        if wanted not in told:
+            if any(one.startswith(MARK) for one in told):
+                raise SettingsError("salts are told only with the token", NEEDS_TOKEN["unauthorized"])
+            raise NotFoundError("the store has no such namespace", "kvstore ls lists the namespaces")
+        return wanted
+
+    def prefixes(self, limit: int, **chosen: Any) -> tuple[list[dict[str, Any]], int]:
+        """Sequences, the last used first, and how many there are. limit: 0 for all. chosen: as `Selection` has it."""
         found: list[dict[str, Any]] = []
         while True:
             most = min(PAGE, limit - len(found)) if limit else PAGE
-            told = self.get("/v1/prefixes", namespace=root, sort="hottest", offset=len(found), limit=most)
+            told = self.get("/v1/prefixes", sort="hottest", offset=len(found), limit=most, **chosen)
             found += told["prefixes"]
             if not told["prefixes"] or len(found) >= (limit or told["total"]):
                 return found, told["total"]

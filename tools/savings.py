@@ -105,7 +105,7 @@ def judged(
             continue
         use = by_root.get(one)
         rate = prefill or measured_rate(whole[one])
-        token_bytes = _token_bytes(use) if use is not None else None
+        token_bytes = use.layout.sequence_bytes(1) if use is not None else None
         lines.append(
             Line(number, one, use.record.label if use is not None else "", worth(day, token_bytes, rate, prices))
         )
@@ -114,11 +114,6 @@ def judged(
 
 def _first(days: int) -> int:
     return int(time.time()) // DAY_S - days + 1 if days else 0
-
-
-def _token_bytes(use: NamespaceUse) -> int:
-    layout = use.layout
-    return sum(layout.token_bytes(part.group) for part in layout.parts())
 
 
 def _label(line: Line, spell: Spell) -> str:

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.sizes import counted, format_size
+from kvstore.identity import salt_digest
+from kvstore.sizes import counted, format_size, parse_size
 from kvstore.statistics import Stats, by_middle
 from kvstore.tools import answers, remote, terminal
+from kvstore.tools.catalogue import Catalogue, Selection
+from kvstore.tools.naming import namespaces_for
 from kvstore.tools.remote import Remote
 from kvstore.tools.standing import ID_DIGITS, find_namespace, reading, standing_store
 from kvstore.tools.standins import MARK
@@ -72,41 +75,73 @@ def stats(
 
 def ls(
     namespace: Annotated[str | None, typer.Argument(help="A label, or the beginning of a root.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Only sequences under this salt.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Only those of which this tier has a block: ram or nvme.")] = None,
+    unused: Annotated[float | None, typer.Option(help="Only those not used for so many seconds.", min=0)] = None,
+    larger: Annotated[str | None, typer.Option(help="Only those whose KV takes more than this: 1GiB.")] = None,
     limit: Annotated[int, typer.Option(help="Sequences shown, the last used first; 0 for all.", min=0)] = 50,
     path: terminal.PathOption = None,
     url: terminal.UrlOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """List namespaces; with one named, its stored sequences with their first tokens.
+    """List namespaces; with one named, or with --salt, --tier, --unused or --larger, stored sequences.
+
+    Of each sequence it tells the size of its KV, its blocks by tier, when it was last used, and its first tokens.
 
     Example:
 
         kvstore ls --path ./store
+
+        kvstore ls first --larger 16KiB --unused 3600 --path ./store
     """
-    told = _listed(remote.at(url), path, namespace, limit)
+    chosen = {
+        "namespace": namespace,
+        "salt": salt,
+        "tier": tier,
+        "unused": unused,
+        "larger": None if larger is None else parse_size(larger),
+    }
+    told = _listed(remote.at(url), path, chosen, limit)
     if as_json:
         terminal.print_json(told)
-    elif namespace is None:
+    elif "namespaces" in told:
         _show_namespaces(told["namespaces"])
     else:
         _show_prefixes(told)
 
 
-def _listed(server: Remote | None, path: Path | None, namespace: str | None, limit: int) -> dict[str, Any]:
-    """All namespaces, or one with its sequences."""
-    if server is None:
-        with standing_store(path) as store:
-            if namespace is None:
-                return {"namespaces": [answers.namespace_told(use) for use in store.namespaces()]}
-            use = find_namespace(store, namespace)
-            with reading(store):
-                found = store.prefixes(use.record.root)
-            return answers.prefixes_told(use, found[: limit or len(found)], len(found))
-    if namespace is None:
+def _listed(server: Remote | None, path: Path | None, chosen: dict[str, Any], limit: int) -> dict[str, Any]:
+    """All namespaces, where nothing is chosen; else sequences, and the namespace that was named."""
+    if server is not None:
+        return _listed_there(server, chosen, limit)
+    with standing_store(path) as store:
+        if all(one is None for one in chosen.values()):
+            return {"namespaces": [answers.namespace_told(use) for use in store.namespaces()]}
+        use = None
+        if chosen["namespace"] is not None:
+            use = find_namespace(store, chosen["namespace"])
+            chosen |= {"namespace": use.record.root.hex()}
+        if chosen["salt"] is not None:
+            namespaces_for(store, None, chosen["salt"])
+            chosen |= {"salt": salt_digest(chosen["salt"]).hex()}
+        with reading(store):
+            page = Catalogue(store).page(Selection(**chosen), sort="hottest", offset=0, limit=limit or None)
+        told = None if use is None else answers.namespace_told(use)
+        return {"namespace": told, "total": page["total"], "prefixes": page["prefixes"]}
+
+
+def _listed_there(server: Remote, chosen: dict[str, Any], limit: int) -> dict[str, Any]:
+    """The same through a server."""
+    if all(one is None for one in chosen.values()):
         return server.get("/v1/namespaces")
-    chosen = server.namespace(namespace)
-    listed, total = server.prefixes(chosen["root"], limit)
-    return {"namespace": chosen, "total": total, "prefixes": listed}
+    use = None
+    if chosen["namespace"] is not None:
+        use = server.namespace(chosen["namespace"])
+        chosen |= {"namespace": use["root"]}
+    if chosen["salt"] is not None:
+        chosen |= {"salt": server.salt(chosen["salt"])}
+    listed, total = server.prefixes(limit, **chosen)
+    return {"namespace": use, "total": total, "prefixes": listed}
 
 
 def _show_stats(found: Stats) -> None:
@@ -180,17 +215,22 @@ def _show_prefixes(told: dict[str, Any]) -> None:
     shown, total, use = told["prefixes"], told["total"], told["namespace"]
     rows = [
         (
+            *([] if use else [one["label"] or one["namespace"][:ID_DIGITS]]),
             one["key"][:ID_DIGITS],
             f"{one['tokens']:,}",
-            ", ".join(f"{tier} {count}" for tier, count in one["blocks"].items()),
+            format_size(one["bytes"]),
+            ", ".join(f"{tier} {count}" for tier, count in one["blocks"].items() if count),
             f"{one['idle_s']:,.0f} s ago",
             _first(one),
         )
         for one in shown
     ]
-    columns = ("key", "tokens", "blocks", "used", "first tokens")
-    title = f"{use['label'] or use['root'][:ID_DIGITS]}: {counted(total, 'sequence')}"
-    terminal.console().print(terminal.table(title, columns, rows, right=(1, 3)))
+    columns = ("key", "tokens", "size", "blocks", "used", "first tokens")
+    title, before = counted(total, "sequence"), () if use else ("namespace",)
+    if use:
+        title = f"{use['label'] or use['root'][:ID_DIGITS]}: {title}"
+    right = [len(before) + at for at in (1, 2, 4)]
+    terminal.console().print(terminal.table(title, (*before, *columns), rows, right=right))
     if any(one["key"].startswith(MARK) for one in shown):
         terminal.say(f"Keys are told only with the token: what begins with {MARK} stands in for them.")
     if total > len(shown):
