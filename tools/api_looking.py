@@ -87,7 +87,7 @@ async def prefixes(
     ] = None,
     unused: Annotated[models.Seconds | None, Query(description="Only those not used for so many seconds.")] = None,
     larger: Annotated[
-        models.Text | None, Query(description="Only those whose KV takes more: a size (1GiB), or bytes.")
+        models.Size | None, Query(description="Only those whose KV takes more: a size (1GiB), or bytes.")
     ] = None,
     offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
     limit: Annotated[int, Query(ge=1, le=200)] = 20,

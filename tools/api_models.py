@@ -41,6 +41,7 @@ Text = Annotated[str, Field(min_length=1, max_length=NAME_MOST)]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{6,64}$", description="The beginning of a key, in hexadecimal digits.")]
 Root = Annotated[str, Field(pattern="^([0-9a-f]{64}|~[0-9a-f]{11})$")]
 Salt = Annotated[str, Field(pattern="^([0-9a-f]{32}|~[0-9a-f]{11})?$")]
+Size = Annotated[str, Field(pattern=r"^([0-9]{1,18}|[0-9]{1,4}(\.[0-9]{1,9})? ?[kKMGT]i?B)$", examples=["1GiB"])]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 

@@ -18,6 +18,7 @@ from kvstore.host import boottime_ns
 from kvstore.kv import HostKV
 from kvstore.layout import Layout
 from kvstore.settings import Settings
+from kvstore.sizes import parse_size
 
 pytest.importorskip("fastapi")
 from served import TOKEN, Served, serving
@@ -166,6 +167,13 @@ def test_the_api_refuses_what_is_no_choice(served: Served, query: str) -> None:
     answer = served.ask("GET", f"/v1/prefixes?{query}")
     assert answer.status == 422, answer.body
     assert answer.told["remedy"]
+
+
+@pytest.mark.parametrize("size", ["20480", "20KiB", "20 KiB", "20.48kB", "0.02MB", "1GiB", "9999TiB", "9" * 18])
+def test_the_api_takes_sizes_as_people_write_them(served: Served, size: str) -> None:
+    found = served.get(f"/v1/prefixes?{urllib.parse.urlencode({'larger': size})}")
+    assert {one["bytes"] > parse_size(size) for one in found["prefixes"]} <= {True}
+    assert found["total"] == (0 if parse_size(size) > 1 << 20 else 3 if parse_size(size) < SALTED else 2)
 
 
 def test_sequences_of_more_than_a_size_are_evicted_as_they_are_listed(served: Served, mixed: Any) -> None:
