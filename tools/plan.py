@@ -49,7 +49,10 @@ def plan(
         kvstore plan llama-3.1-70b --context 131072 --memory 80GB --devices 8 --weights 141GB --flops 400e12
     """
     config, folder = read_config(model)
-    text = {**config, **dict(_field(one) for one in fields or ())}
+    given_fields = dict(_field(one) for one in fields or ())
+    for name in given_fields.keys() - config.keys():
+        terminal.say(f"note: the configuration had no field {name}; is it spelt as the model spells it?")
+    text = {**config, **given_fields}
     if weights is None and folder is not None:
         found = weights_on_disk(folder)
         weights = None if found is None else str(found)
@@ -129,7 +132,7 @@ def _show(told: dict[str, Any]) -> None:
             if time["break_even_tokens"] is None
             else f"pays from {time['break_even_tokens']:,} tokens on"
         )
-        rows.append((f"load from {name}", f"{time['load_s']:.2f} s; {pays}"))
+        rows.append((f"load from {name}, at {time['bytes_per_s'] / 1e9:g} GB/s", f"{time['load_s']:.2f} s; {pays}"))
     out.print(terminal.table(told["model"], ("", ""), rows))
     if told["sessions"] is not None:
         out.print(told["sessions"]["sentence"])

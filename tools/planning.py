@@ -78,8 +78,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A load against a prefill, for a session of the whole context. break_even: tokens from which loading wins."""
+    """A load against a prefill, for a session of the whole context.
 
+    rate: bytes a second that a load was taken to reach. break_even: tokens from which loading wins.
+    """
+
+    rate: int
     load_s: float
     prefill_s: float
     break_even: int | None
@@ -136,7 +140,8 @@ class Plan:
             },
             "prefill_s": self.prefill_s,
             "loads": {
-                name: {"load_s": time.load_s, "break_even_tokens": time.break_even} for name, time in self.times.items()
+                name: {"bytes_per_s": time.rate, "load_s": time.load_s, "break_even_tokens": time.break_even}
+                for name, time in self.times.items()
             },
             "notes": list(geometry.notes),
         }
@@ -192,7 +197,7 @@ def plan(model: Geometry, machine: Machine, context: int | None = None) -> Plan:
     if machine.flops is not None and prefill is not None:
         for name, rate in machine.bandwidth.items():
             load = machine.latency + session / rate
-            times[name] = Timing(load, prefill, break_even(model, rate, machine.flops, machine.latency, tokens))
+            times[name] = Timing(rate, load, prefill, break_even(model, rate, machine.flops, machine.latency, tokens))
     return Plan(model, tokens, model.token_bytes, session, block, parts, sessions, held, times, prefill)
 
 

@@ -284,3 +284,13 @@ def test_a_number_that_no_model_has_is_refused_by_name(name: str, digits: int) -
 
 def test_a_model_type_that_is_no_text_can_be_told_all_the_same() -> None:
     assert geometry({**PLAIN, "model_type": "\ud800"}).family.encode()
+
+
+def test_what_a_verdict_rests_on_is_said() -> None:
+    found = planned("llama-3.1-70b", *EIGHT, "--flops", "4e14", "--nvme-rate", "5GB")
+    assert {name: load["bytes_per_s"] for name, load in found["loads"].items()} == {"ram": 10**10, "nvme": 5 * 10**9}
+    words = ["plan", "llama-3.1-70b", *EIGHT, "--flops", "4e14", "--nvme-rate", "5GB", "--set", "num_kv_heads=8"]
+    told = CliRunner().invoke(app, words)
+    assert "at 10 GB/s" in told.stdout
+    assert "at 5 GB/s" in told.stdout
+    assert "num_kv_heads" in told.stderr
