@@ -20,13 +20,15 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import KVStoreError, MissingExtraError
 from kvstore.tools.ratios import Target, alternate, paired
 from kvstore.tools.remote import Remote
-from kvstore.tools.resume import Bench
 from kvstore.tools.scratch import scratch_store
+
+if TYPE_CHECKING:
+    pass
 
 COST = Target(1.03, at_most=True)
 PROBES = 3
@@ -50,6 +52,8 @@ class Plan:
 
 def measure(plan: Plan, step: Callable[[str, int, int | None], None]) -> dict[str, Any]:
     """All figures. Raises MissingExtraError without what serves, KVStoreError where nothing was reused."""
+    from kvstore.tools.resume import Bench
+
     browser = _browser() if plan.browser else None
     step("load the model", 0, None)
     with (
