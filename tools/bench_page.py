@@ -20,15 +20,12 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.errors import KVStoreError, MissingExtraError
 from kvstore.tools.ratios import Target, alternate, paired
 from kvstore.tools.remote import Remote
 from kvstore.tools.scratch import scratch_store
-
-if TYPE_CHECKING:
-    pass
 
 COST = Target(1.03, at_most=True)
 PROBES = 3
