@@ -57,10 +57,12 @@ class Assembly:
         self.pagelock: PageLock | None = None
         with superblock.opening(path):
             self._store = superblock.store_id(path)
-            self.owner = Owner(path / superblock.OWNERS, device=bool(settings.hbm), disk=bool(settings.nvme))
+            owners, memory = path / superblock.OWNERS, settings.ram_directory
+            self.owner = Owner(owners, device=bool(settings.hbm), disk=bool(settings.nvme), memory=memory)
             try:
                 self._alone = superblock.refuse_other_namespaces(path, self.owner.id)
                 superblock.refuse_other_tiers(path, self.owner.id, bool(settings.nvme))
+                superblock.refuse_other_memory(path, self.owner.id, memory)
                 self._home = self._find_home()
                 self.nvme = self._open_nvme(wrap) if settings.nvme else None
                 self.ram = self._open_ram(wrap, self._home.path, device)

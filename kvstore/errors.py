@@ -143,3 +143,9 @@ class OutputError(KVStoreError):
     """Standard output cannot be written: what a command did is done, and nobody was told."""
 
     exit_code = 21
+
+
+class RamDirectoryError(KVStoreError):
+    """``ram_directory`` is not there, is not on tmpfs, or is not the one that others use for this store."""
+
+    exit_code = 22

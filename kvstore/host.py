@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import FilesystemError, PathError
+from kvstore.errors import FilesystemError, PathError, RamDirectoryError
 from kvstore.sizes import SIZE_LIMIT, format_size
 
 ROOT = Path("/")
@@ -120,6 +120,23 @@ def refuse_unsafe_filesystem(path: Path, root: Path = ROOT) -> Filesystem:
             "locks and shared mappings are not safe there",
             "put the store on a local disk of this host: ext4, xfs, btrfs",
         )
+    return found
+
+
+def refuse_off_tmpfs(directory: Path, root: Path = ROOT) -> Filesystem:
+    """The tmpfs that holds ``directory``. Raises RamDirectoryError where shared memory must not lie.
+
+    ramfs cannot reserve a file's space and has no limit, hugetlbfs has no pages of 4 KiB and cannot be written: neither
+    will do.
+    """
+    remedy = "set ram_directory to a directory on tmpfs that is there, such as /dev/shm"
+    if not directory.is_dir():
+        what = "is not a directory" if os.path.lexists(directory) else "does not exist"
+        raise RamDirectoryError(f"ram_directory {directory} {what}", remedy)
+    found = filesystem(directory, root)
+    if found.type != "tmpfs":
+        problem = f"ram_directory {directory} lies on {found.type} (mounted at {found.mount_point}), not on tmpfs"
+        raise RamDirectoryError(problem, remedy)
     return found
 
 

@@ -10,12 +10,13 @@ import fcntl
 import os
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.host import pid_namespace
 
-_CARD = struct.Struct("<QI??")
+_CARD = struct.Struct("<QI??QQ")
+_CARD_LIMIT = _CARD.size + 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,16 @@ class Card:
     """What an owner says of itself.
 
     device: whether it copies to a device, whose copies may outlive it for a moment. disk: whether it uses `nvme`.
+    memory_device, memory_inode: of its ``ram_directory``, whatever that is called there. memory: what it calls it.
     """
 
     pid_namespace: int
     pid: int
     device: bool
     disk: bool
+    memory_device: int
+    memory_inode: int
+    memory: str = ""
 
 
 class Owner:
@@ -37,7 +42,7 @@ class Owner:
     To be made under the store's opening lock: a hidden file is then always of a process that died before it was ready.
     """
 
-    def __init__(self, directory: Path, *, device: bool, disk: bool) -> None:
+    def __init__(self, directory: Path, *, device: bool, disk: bool, memory: Path) -> None:
         for stale in directory.glob(".*"):
             stale.unlink(missing_ok=True)
         self.id = secrets.token_bytes(16)
@@ -46,7 +51,9 @@ class Owner:
         self._fd: int | None = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, _CARD.pack(pid_namespace(), os.getpid(), device, disk))
+            place = memory.stat()
+            card = _CARD.pack(pid_namespace(), os.getpid(), device, disk, place.st_dev, place.st_ino)
+            os.write(self._fd, card + os.fsencode(memory))
             hidden.rename(self._path)
         except OSError:
             self.disown()
@@ -81,8 +88,7 @@ def survey(directory: Path, mine: bytes | None = None) -> tuple[dict[bytes, Card
         except FileNotFoundError:
             continue
         try:
-            raw = os.read(fd, _CARD.size)
-            card = Card(*_CARD.unpack(raw)) if len(raw) == _CARD.size else Card(0, 0, True, True)
+            card = _unpacked(os.read(fd, _CARD_LIMIT))
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 dead[owner] = card
@@ -91,6 +97,13 @@ def survey(directory: Path, mine: bytes | None = None) -> tuple[dict[bytes, Card
         finally:
             os.close(fd)
     return living, dead
+
+
+def _unpacked(raw: bytes) -> Card:
+    """A card from its file; one that was never written whole is of no namespace that there is."""
+    if len(raw) < _CARD.size:
+        return Card(0, 0, device=True, disk=True, memory_device=0, memory_inode=0)
+    return replace(Card(*_CARD.unpack_from(raw)), memory=os.fsdecode(raw[_CARD.size :]))
 
 
 def bury(directory: Path, owner: bytes) -> None:

@@ -12,6 +12,7 @@ from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.errors import BusyError, ClosedError, PathError
 from kvstore.events import Observer
+from kvstore.host import refuse_off_tmpfs
 from kvstore.settings import Settings
 
 _cores: dict[tuple[int, int], Core] = {}
@@ -23,6 +24,7 @@ _lock = threading.Lock()
 
 def acquire(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> tuple[Core, bool]:
     """The core of a directory, and whether it was opened for this call, observers told. Raises what opening raises."""
+    refuse_off_tmpfs(settings.ram_directory)
     with _lock, superblock.undone(settings.path, settings.ram_directory):
         superblock.prepare_directory(settings.path)
         stat = settings.path.stat()

@@ -26,6 +26,7 @@ from kvstore.errors import (
     OwnershipError,
     PathError,
     PidNamespaceError,
+    RamDirectoryError,
     SettingsError,
 )
 from kvstore.host import pid_namespace, refuse_unsafe_filesystem
@@ -202,6 +203,19 @@ def refuse_other_tiers(path: Path, mine: bytes, disk: bool) -> None:
             raise SettingsError(
                 f"nvme is {here} here and {there} in process {card.pid}, which has {path} open",
                 "open it with the same tiers, or close it there first",
+            )
+
+
+def refuse_other_memory(path: Path, mine: bytes, ram_directory: Path) -> None:
+    """Raises RamDirectoryError when a live process has its `ram` elsewhere: it would be a second one, unseen by it."""
+    place = ram_directory.stat()
+    living, _ = survey(path / OWNERS, mine)
+    for card in living.values():
+        if (card.memory_device, card.memory_inode) != (place.st_dev, place.st_ino):
+            raise RamDirectoryError(
+                f"ram_directory is {ram_directory} here and {card.memory} in process {card.pid}, which has {path} open",
+                f"set ram_directory to that of the other process (KVSTORE_RAM_DIRECTORY={card.memory}), "
+                "or close the store there first",
             )
 
 

@@ -204,15 +204,11 @@ def _shared_memory(settings: Settings) -> Iterator[Finding]:
     if not settings.ram:
         return
     where = settings.ram_directory
-    found = host.filesystem(where)
-    status = os.statvfs(_nearest(where))
+    found = host.refuse_off_tmpfs(where)
+    status = os.statvfs(where)
     whole, free = status.f_blocks * status.f_frsize, host.free_bytes(where)
     text = f"{found.type} at {found.mount_point}, {format_size(whole)}, {format_size(free)} free"
-    if found.type != "tmpfs":
-        yield Finding(
-            "ram directory", text, Grade.REFUSED, "set ram_directory to a directory on tmpfs, such as /dev/shm"
-        )
-    elif whole < RAM_USEFUL:
+    if whole < RAM_USEFUL:
         yield Finding(
             "ram directory", text, Grade.NOTE, "enlarge it: docker run --shm-size=4g, or mount a larger tmpfs"
         )

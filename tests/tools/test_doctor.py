@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import kvstore
 from kvstore import assembly
-from kvstore.errors import KVStoreError, OwnershipError, PathError
+from kvstore.errors import KVStoreError, OwnershipError, PathError, RamDirectoryError
 from kvstore.host import Cap
 from kvstore.settings import Settings
 from kvstore.tools import doctor
@@ -56,9 +56,15 @@ def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: p
     assert found(tmp_path, "nvme budget").grade is Grade.REFUSED
 
 
-def test_a_ram_directory_off_tmpfs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_RAM_DIRECTORY", "/proc")
-    assert found(tmp_path, "ram directory").grade is Grade.REFUSED
+@pytest.mark.parametrize("place", ["/proc", "/no-such-folder", "/dev/null", "."])
+def test_a_ram_directory_off_tmpfs_is_refused_as_opening_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("KVSTORE_RAM_DIRECTORY", str(tmp_path / place))
+    told = found(tmp_path, "ram directory")
+    with pytest.raises(RamDirectoryError) as opening:
+        kvstore.open(tmp_path / "store", ram="8MiB", nvme=0)
+    assert told == Finding("ram directory", opening.value.problem, Grade.REFUSED, opening.value.remedy)
 
 
 def test_a_store_without_ram_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
