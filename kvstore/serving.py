@@ -110,8 +110,8 @@ def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
     return Lease(core, keys, held)
 
 
-def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer], first: int = 0) -> Loaded:
-    """Load a match into the buffers of its parts, from the block with token ``first`` on.
+def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer], first: int = 0, *, counted: bool = True) -> Loaded:
+    """Load a match into the buffers of its parts, from the block with token ``first`` on. counted: as a request.
 
     Raises only what a buffer raises.
     """
@@ -121,7 +121,8 @@ def serve(core: Core, match: Match, parts: Mapping[Part, KVBuffer], first: int =
     match = replace(match, pieces=wanted)
     loaded, stop, tiers = _load(core, match, parts, seconds)
     by_tier = _served(match, tiers, loaded, first)
-    _count(core, match, by_tier, loaded, stop, seconds, first)
+    if counted:
+        _count(core, match, by_tier, loaded, stop, seconds, first)
     size = sum(match.space.layout.payload_bytes(part.group, max(0, loaded - first)) for part in parts)
     return Loaded(loaded, by_tier, size, time.perf_counter() - began, stop)
 

@@ -105,13 +105,14 @@ class Store:
 
     # ---------------------------------------------------------------- moving KV
 
-    def load(self, match: Match, buffers: Buffers, *, first: int = 0) -> Loaded:
+    def load(self, match: Match, buffers: Buffers, *, first: int = 0, counted: bool = True) -> Loaded:
         """Copy a match's tokens into ``buffers[first : tokens]``, verified; what was only on `nvme` is promoted.
 
         first: tokens that the buffer has already; the rest of a block that it cuts may be written again. A mapping of
         some of the layout's parts loads these alone: a rank passes its own shard. Never raises for a block that cannot
-        be had: the prefix ends there. To be called for an empty match too, so that misses are counted. Raises
-        LayoutError when the buffer has no room.
+        be had: the prefix ends there. To be called for an empty match too, so that misses are counted. counted: False
+        where nobody asked, as for `kvstore warm`: no hit and no miss is told. Raises LayoutError when the buffer has no
+        room.
         """
         core = self._require()
         parts = _parts(match.space.layout, buffers)
@@ -122,7 +123,7 @@ class Store:
                     "make a larger buffer, or match with a limit",
                 )
         with core.use():
-            return serving.serve(core, match, parts, first)
+            return serving.serve(core, match, parts, first, counted=counted)
 
     def save(
         self,

@@ -1,7 +1,8 @@
 """``kvstore warm``: makes prompts resident before somebody asks, by prefilling what is missing with a real model.
 
 The model is loaded here, or a served engine runs it. A prompt is prefilled piece by piece, and each piece is saved
-before the next one begins, so an interrupted run goes on where it ended. Must not know how adapters save.
+before the next one begins, so an interrupted run goes on where it ended. A piece loads the earlier ones, and none is
+a request: nothing of it counts as asked for or served. Must not know how adapters save.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _attached(model: Any, store: Store, salt: str, label: str | None) -> Any:
     """The model, attached. Raises UnsupportedError for one whose KV must not be reused, by its reason."""
     from kvstore.adapters.transformers import REASONS, attach
 
-    attachment = attach(model, store, salt=salt, label=label, warm_tokens=0)
+    attachment = attach(model, store, salt=salt, label=label, warm_tokens=0, counted=False)
     reason = attachment.refusal()
     if reason is not None:
         attachment.detach()

@@ -56,6 +56,7 @@ class Options:
     least_tokens: int
     pool_bytes: int
     gate: bool
+    counted: bool
 
 
 class Attachment:
@@ -224,13 +225,16 @@ class Attachment:
             if space is None:
                 space = self.store.namespace(present.layout, salt=options.salt, label=options.label)
                 self._spaces[present.layout.fingerprint] = space
-        return Ground(self.store, space, present, self._model_layout, self._pool, self._saver, self._gate)
+        return Ground(
+            self.store, space, present, self._model_layout, self._pool, self._saver, self._gate, options.counted
+        )
 
     def _refuse(self, reason: str, tokens: int) -> None:
         self._note(Request(tokens, 0, reason))
-        self.store.events.emit(Refusal(ADAPTER, reason))
-        if tokens:
-            self.store.events.emit(Miss(Cause.REFUSED, tokens))
+        if self.options.counted:
+            self.store.events.emit(Refusal(ADAPTER, reason))
+            if tokens:
+                self.store.events.emit(Miss(Cause.REFUSED, tokens))
         if reason not in self._warned and reason != "fault":
             self._warned.add(reason)
             warnings.warn(f"kvstore leaves this request uncached ({reason}): {allow.explain(reason)}", stacklevel=4)
@@ -261,13 +265,15 @@ def attach(
     warm_tokens: int = 2048,
     pool_bytes: int = 1 << 30,
     gate: bool = False,
+    counted: bool = True,
 ) -> Attachment:
     """Let ``model.generate`` resume from ``store`` and save to it.
 
     model: a causal transformers model, also inside PEFT's or torch.compile's wrapper. salt: requests under different
     salts never see each other's KV. label: how listings name the model. least_tokens: shorter prefixes are not worth
     a load. warm_tokens: memory made ready for a request of so many tokens. pool_bytes: memory kept between requests.
-    gate: load only what, by measurement, is faster to load than to run again.
+    gate: load only what, by measurement, is faster to load than to run again. counted: False where nobody asks
+    and calls only make KV resident, as those of `kvstore warm`: nothing counts as asked for, served, missed or refused.
 
     Computes a digest of every byte of the weights. A model that is not on the allow-list is attached all the same, runs
     uncached, and says so once. Raises UnsupportedError for what is not a generating model, or is attached already.
@@ -278,7 +284,7 @@ def attach(
     if isinstance(vars(inner).get("generate"), _Generate):
         raise UnsupportedError("this model is attached already", "call detach() on its attachment first")
     chosen = label if label is not None else _label(inner)
-    attachment = Attachment(inner, store, Options(salt, chosen, block_tokens, least_tokens, pool_bytes, gate))
+    attachment = Attachment(inner, store, Options(salt, chosen, block_tokens, least_tokens, pool_bytes, gate, counted))
     attachment.warm(warm_tokens)
     return attachment
 

@@ -80,26 +80,29 @@ def counts_from_zero(positions: torch.Tensor | None, pads: Sequence[int], column
     return all(np.array_equal(row[pad:], np.arange(columns - pad)) for row, pad in zip(table, pads, strict=True))
 
 
-def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stack, gate: Gate) -> tuple[int, int]:
+def fill(
+    store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stack, gate: Gate, *, counted: bool = True
+) -> tuple[int, int]:
     """Load what is stored of all rows into the front of ``stack``; the columns that are now filled, and the tokens
     that were loaded for nothing, since another row had fewer.
 
     At least one column is always left: a model given a cache of the whole prompt has nothing to run. Nothing
-    is loaded that is not worth it to the gate. Rows that are alike are loaded once; padding is cleared.
+    is loaded that is not worth it to the gate. Rows that are alike are loaded once; padding is cleared. counted: as
+    requests.
     """
     found = {}
     for index in rows.distinct():
         most = rows.columns - 1 - rows.pads[index]
         found[index] = store.match(space, rows.tokens[index], limit=most)
     cut = min(rows.pads[index] + match.tokens for index, match in found.items())
-    if cut < 1 or not _is_worth_it(store, gate, list(found.values()), cut):
+    if cut < 1 or not _is_worth_it(store, gate, list(found.values()), cut, counted):
         cut = 0
     loads: dict[int, int] = {}
     for index, match in found.items():
         # Asked for also where nothing comes of it: loads count the hits and the misses.
         wanted = max(0, cut - rows.pads[index])
         fitting = match if match.tokens <= wanted else store.match(space, rows.tokens[index], limit=wanted)
-        loaded = store.load(fitting, stack.row(layout, index, rows.pads[index]))
+        loaded = store.load(fitting, stack.row(layout, index, rows.pads[index]), counted=counted)
         gate.loaded(loaded.by_tier, loaded.bytes, loaded.seconds)
         loads[index] = loaded.tokens
         if wanted:
@@ -111,7 +114,7 @@ def fill(store: Store, space: Namespace, layout: Layout, rows: Rows, stack: Stac
     return cut, sum(max(0, loaded - max(0, cut - rows.pads[index])) for index, loaded in loads.items())
 
 
-def _is_worth_it(store: Store, gate: Gate, matches: Sequence[Match], columns: int) -> bool:
+def _is_worth_it(store: Store, gate: Gate, matches: Sequence[Match], columns: int, counted: bool) -> bool:
     """Whether to load these rows' prefixes, ``columns`` columns in all, or to run them again."""
     if columns < gate.floor:
         return False
@@ -121,5 +124,6 @@ def _is_worth_it(store: Store, gate: Gate, matches: Sequence[Match], columns: in
             by_tier[tier] = by_tier.get(tier, 0) + tokens
     size = sum(match.tokens * match.space.layout.token_bytes() for match in matches)
     decision = gate.decide(by_tier, size)
-    store.events.emit(Decided(ADAPTER, decision.why))
+    if counted:
+        store.events.emit(Decided(ADAPTER, decision.why))
     return decision.load

@@ -40,7 +40,10 @@ ROOM = 512
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a run stands on; the same for all runs of an attachment while the model's weights stay."""
+    """What a run stands on; the same for all runs of an attachment while the model's weights stay.
+
+    counted: whether runs are somebody's requests.
+    """
 
     store: Store
     space: Namespace
@@ -49,6 +52,7 @@ class Ground:
     pool: Pool
     saver: Saver
     gate: Gate
+    counted: bool
 
     @property
     def layout(self) -> Layout:
@@ -149,7 +153,10 @@ class Run:
         shapes, batch = ground.layout.groups[0], ids.shape[0]
         dtype, device = ground.present.dtype, ground.model_layout.device
         stack = Stack(shapes, dtype, device, batch, prompt.shape[1] + room, ground.pool)
-        loaded, self._rerun = fill(ground.store, ground.space, ground.layout, rows_of(prompt, pads), stack, ground.gate)
+        rows = rows_of(prompt, pads)
+        loaded, self._rerun = fill(
+            ground.store, ground.space, ground.layout, rows, stack, ground.gate, counted=ground.counted
+        )
         self._served = self._rerun + sum(max(0, loaded - pad) for pad in pads)
         cache = DynamicCache() if given is None else given
         skip = min(loaded, ids.shape[1] - 1)
@@ -163,7 +170,7 @@ class Run:
     def lost(self) -> None:
         """Tell that what was loaded is run again: the adapter failed after the load."""
         served, self._served = self._served, 0
-        if served:
+        if served and self.ground.counted:
             root = self.ground.space.root
             self.ground.store.events.emit(Prefilled(ADAPTER, served, served, 0.0, False, root))
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache  # noqa: E402
 from kvstore.adapters.transformers import attach  # noqa: E402
 from kvstore.adapters.transformers.allow import refuse_model  # noqa: E402
 from kvstore.adapters.transformers.layout import cache_argument  # noqa: E402
-from kvstore.events import Hit, Miss  # noqa: E402
+from kvstore.events import Decided, Hit, Miss, Prefilled, Refusal  # noqa: E402
 
 BLOCK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -132,6 +132,24 @@ def test_chunks_of_a_prompt_are_loaded_once_and_shown_one_by_one(
         assert torch.equal(out, expected)
         assert attachment.last.reused_tokens == 45
         assert [event.tokens for event in seen if isinstance(event, Hit)] == [45]
+        assert sum(event.tokens for event in seen if isinstance(event, Hit | Miss)) == 60, "one request, asked once"
+
+
+def test_calls_that_nobody_asked_for_reuse_and_save_and_count_for_nothing(
+    tiny: Any, ids: Any, store: Any, seen: list[Any]
+) -> None:
+    model = tiny("llama")
+    with attach(
+        model, store, block_tokens=BLOCK, least_tokens=1, warm_tokens=0, gate=True, counted=False
+    ) as attachment:
+        for length in (30, 60):
+            model.generate(ids(60)[:, :length], **GREEDY)
+            attachment.flush()
+        assert attachment.last.reused_tokens >= 30
+        with pytest.warns(UserWarning, match="beams"):
+            model.generate(ids(60), num_beams=2, **GREEDY)
+    assert not [event for event in seen if isinstance(event, Hit | Miss | Decided | Refusal)]
+    assert not [event for event in seen if isinstance(event, Prefilled) and event.rerun]
 
 
 def test_hits_and_misses_add_up_to_what_was_asked_for(tiny: Any, ids: Any, store: Any, seen: list[Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
+from kvstore.tools import metrics
 from kvstore.tools import warm as warming
 from kvstore.tools.cli import app
 
@@ -71,6 +72,67 @@ def test_warming_goes_on_where_it_was_interrupted(tiny_model: Path, made: Any, m
     assert pieces == [64, 128]
     assert (told["already_there"], told["prefilled"]) == (128, len(TEXT) - 128)
     assert run(*words)["prefilled"] == 0
+
+
+def served(path: Path) -> dict[str, Any]:
+    """What everything that counts requests tells: counters, metrics, and the days of savings."""
+    with kvstore.open(path) as store:
+        found, days = store.stats(), store.days().values()
+        samples = [one for family in metrics.of_counters(found.counters) for one in family.samples]
+    of_requests = ("hit.", "miss.", "load.", "asked.", "gate.", "refuse.")
+    return {
+        "asked": (found.asked_tokens, sum(day.asked for day in days)),
+        "reused": (sum(found.hit_tokens.values()), sum(day.served for day in days)),
+        "missed": sum(found.miss_tokens.values()),
+        "rerun": sum(day.rerun for day in days),
+        "counters": [name for name, value in found.counters.items() if name.startswith(of_requests) and value],
+        "metrics": sum(one.value for one in samples if one.name in ("kvstore_hit_tokens_total", MISSED)),
+    }
+
+
+MISSED = "kvstore_miss_tokens_total"
+NOTHING = {"asked": (0, 0), "reused": (0, 0), "missed": 0, "rerun": 0, "counters": [], "metrics": 0}
+
+
+def test_what_is_warmed_is_nobodys_request(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces load the earlier ones, and a second run loads what was there: nobody asked, and nothing was saved."""
+    torch = pytest.importorskip("torch")
+    from kvstore.adapters.transformers import attach
+    from kvstore.tools import model as models
+
+    monkeypatch.setenv("KVSTORE_RAM", "64MiB")
+    monkeypatch.setenv("KVSTORE_NVME", "128MiB")
+    monkeypatch.setattr(warming, "PIECE_TOKENS", 64)
+    original, store = warming._prefill, tmp_path / "store"
+    words = (TEXT, "--text", "--model", tiny_model, "--path", store)
+
+    def interrupted(attachment: Any, ids: Any) -> None:
+        if len(ids) > 128:
+            raise KeyboardInterrupt
+        original(attachment, ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(warming, "_prefill", interrupted)
+        run(*words, code=130)
+    assert served(store) == NOTHING, "two pieces"
+    assert run(*words)["already_there"] == 128
+    assert served(store) == NOTHING, "resumed"
+    assert run(*words)["prefilled"] == 0
+    CliRunner().invoke(app, ["evict", "--tier", "ram", "--yes", "--path", str(store)])
+    run(*words)
+    assert served(store) == NOTHING, "all was there, then only on the disk"
+    told = json.loads(CliRunner().invoke(app, ["savings", "--path", str(store), "--json"]).stdout)["total"]
+    assert (told["asked_tokens"], told["reused_tokens"], told["seconds_saved"] or 0) == (0, 0, 0)
+
+    model, tokenizer = models.load(tiny_model)
+    row = tokenizer(TEXT + "Hello?", return_tensors="pt")["input_ids"]
+    with kvstore.open(store) as opened, attach(model, opened, warm_tokens=0) as kv:
+        model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=1, pad_token_id=0)
+        kv.flush()
+    asked, reused = row.shape[1], len(TEXT)
+    found = served(store)
+    assert (found["asked"], found["reused"], found["missed"]) == ((asked, asked), (reused, reused), asked - reused)
+    assert found["metrics"] == asked
 
 
 def test_a_warmed_prompt_is_pinned_by_name(tiny_model: Path, made: Any) -> None:
