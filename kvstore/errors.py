@@ -149,3 +149,9 @@ class RamDirectoryError(KVStoreError):
     """``ram_directory`` is not there, is not on tmpfs, or is not the one that others use for this store."""
 
     exit_code = 22
+
+
+class FullError(KVStoreError):
+    """A disk or tmpfs has no room for the little that opening writes; nothing that is stored is lost."""
+
+    exit_code = 23

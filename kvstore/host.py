@@ -13,11 +13,11 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import FilesystemError, PathError, RamDirectoryError
+from kvstore.errors import FilesystemError, FullError, PathError, RamDirectoryError
 from kvstore.sizes import SIZE_LIMIT, format_size
 
 ROOT = Path("/")
@@ -26,6 +26,8 @@ TMPFS_HEADROOM_SHARE = 16
 """One part in 16 of the free tmpfs is left to others: torch's workers, other programs' shared memory."""
 MEMORY_HEADROOM_SHARE = 8
 """One part in 8 of the available memory is left: page cache, activations, the engine's own growth."""
+OPENING_BYTES = 64 << 10
+"""More than opening a store that is there writes on a medium: a card, a probe for O_DIRECT (m: 8 KiB)."""
 UNLIMITED = 1 << 60
 """Version 1 control groups write 'no limit' as a number near 2⁶³."""
 
@@ -233,6 +235,26 @@ def supports_o_direct(directory: Path) -> bool:
         os.close(descriptor)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_error(error: OSError, needs: Mapping[Path, int]) -> FullError:
+    """What to raise for one of `FULL` while a store was opened. needs: bytes that opening may take in each directory.
+
+    The fullest directory is named where the error names none.
+    """
+    place = next((one for one in needs if error.filename and Path(error.filename).is_relative_to(one)), None)
+    if place is None:
+        place = min(needs, key=lambda one: free_bytes(one) - needs[one])
+    kind = "the tmpfs" if filesystem(place).type == "tmpfs" else "the disk"
+    why = "this user's quota is used up" if error.errno == errno.EDQUOT else "full"
+    problem = f"{kind} of {place} is {why}" if why == "full" else f"on {kind} of {place} {why}"
+    return FullError(
+        f"{problem}: nothing stored is lost, but opening writes up to {format_size(needs[place])} there",
+        f"free at least that much there (df, and df -i for files); {format_size(free_bytes(place))} are free now",
+    )
+
+
 _NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -319,13 +341,13 @@ def _read(path: Path) -> str:
         raise _path_error(path, error) from error
 
 
-def _path_error(path: Path, error: OSError) -> PathError:
+def _path_error(path: Path, error: OSError) -> PathError | FullError:
+    if error.errno in FULL:
+        return full_error(error, {path: OPENING_BYTES})
     remedy = {
         errno.EACCES: "give this user access to it, or choose another path",
         errno.EPERM: "give this user access to it, or choose another path",
         errno.EROFS: "choose a path on a writable filesystem",
-        errno.ENOSPC: "free space there, or choose another path",
-        errno.EDQUOT: "free space there, or choose another path",
         errno.ENOENT: "create it, or choose another path",
         errno.ENOTDIR: "choose a path whose parents are directories",
     }.get(error.errno or 0, "check the path, or choose another one")

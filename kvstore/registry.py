@@ -6,14 +6,16 @@ import atexit
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvstore import superblock
 from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.errors import BusyError, ClosedError, PathError
 from kvstore.events import Observer
-from kvstore.host import refuse_off_tmpfs
+from kvstore.host import FULL, OPENING_BYTES, full_error, refuse_off_tmpfs
 from kvstore.settings import Settings
+from kvstore.tiers.opening import SUPERBLOCK, default_index_bytes
 
 _cores: dict[tuple[int, int], Core] = {}
 _inherited: dict[tuple[int, int], Core] = {}
@@ -47,10 +49,13 @@ def _opened(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> Co
     try:
         return Core(settings, wrap, tuple(observers))
     except OSError as error:
+        if error.errno in FULL:
+            raise full_error(error, _needs(settings)) from error
         where = error.filename or settings.path
+        place = "" if str(where) == str(settings.path) else f"{where}: "
         raise PathError(
-            f"{settings.path} cannot be opened: {where}: {error.strerror}",
-            "check that path and ram_directory are directories you can write, with some space left",
+            f"{settings.path} cannot be opened: {place}{error.strerror}",
+            "check that path and ram_directory are directories you can write",
         ) from error
     except RuntimeError as error:
         if "new thread" not in str(error):
@@ -59,6 +64,14 @@ def _opened(settings: Settings, wrap: Wrap, observers: Sequence[Observer]) -> Co
             f"{settings.path} cannot be opened: {error}",
             "raise the limit of processes and threads (ulimit -u, a container's pids limit), or end others",
         ) from error
+
+
+def _needs(settings: Settings) -> dict[Path, int]:
+    """Bytes that opening may write on the store's disk and on tmpfs: the index of each tier that is not made yet."""
+    needs = {settings.path: OPENING_BYTES, settings.ram_directory: OPENING_BYTES}
+    if settings.nvme and not (settings.path / "nvme" / SUPERBLOCK).exists():
+        needs[settings.path] += default_index_bytes(settings.nvme)
+    return needs
 
 
 def release(core: Core) -> None:

@@ -29,7 +29,7 @@ from kvstore.errors import (
     RamDirectoryError,
     SettingsError,
 )
-from kvstore.host import pid_namespace, refuse_unsafe_filesystem
+from kvstore.host import FULL, OPENING_BYTES, full_error, pid_namespace, refuse_unsafe_filesystem
 from kvstore.owners import survey
 
 SUPERBLOCK = "STORE"
@@ -58,6 +58,8 @@ def prepare_directory(path: Path) -> None:
         if not path.is_dir():  # such as below /proc
             raise PathError(f"{path} cannot be made: {error.strerror}", "choose a path you can write") from error
     except OSError as error:
+        if error.errno in FULL:
+            raise full_error(error, {path: OPENING_BYTES}) from error
         raise PathError(f"{path} cannot be made: {error.strerror}", "choose a path you can write") from error
     refuse_unsafe_filesystem(path)
     owner = path.stat().st_uid
@@ -77,6 +79,8 @@ def prepare_directory(path: Path) -> None:
     try:
         (path / OWNERS).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
+        if error.errno in FULL:
+            raise full_error(error, {path: OPENING_BYTES}) from error
         raise PathError(
             f"{path} cannot be written: {error.strerror}", "make it writable, or choose another path"
         ) from error

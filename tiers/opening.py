@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.errors import BudgetError, DamagedError, FormatError
+from kvstore.errors import BudgetError, DamagedError, FormatError, PathError
 from kvstore.events import Events, Evicted, Notice
 from kvstore.host import free_bytes
 from kvstore.index import Index
@@ -227,15 +227,57 @@ def _enough(name: str, fixed: int) -> str:
     return f"set {name} to {need} or more: two blocks of a model, of 1 to 10 MiB each, have to fit beside the index"
 
 
-def refuse_larger_than_medium(name: str, budget: int, directory: Path) -> None:
-    """Raises BudgetError when a budget exceeds what the medium has free, what the tier has taken already included."""
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a tier's index has on record, in bytes. why: the host could not give what was asked for."""
+
+    budget: int
+    asked: int
+    why: str
+
+
+def on_record(directory: Path, *, durable: bool) -> Budget | None:
+    """The budget in force of a tier that this process does not have open; None where there is none. Writes nothing.
+
+    Raises PathError, DamagedError, FormatError.
+    """
+    block = directory / SUPERBLOCK
+    if not block.is_file():
+        return None
+    try:
+        size = Superblock.unpack(block.read_bytes(), block).index_bytes
+    except OSError as error:
+        raise PathError(f"{block} cannot be read: {error.strerror}", "run as the user the store belongs to") from error
+    index = Index(directory / "index", size, durable=durable, name=directory.name)
+    try:
+        with index.read() as txn:
+            budget, asked = (segments.get_number(txn, name) for name in (segments.BUDGET, segments.ASKED))
+            why = (txn.get(Database.META, segments.WHY) or b"").decode()
+            return Budget(budget, asked, why) if budget else None
+    finally:
+        index.close()
+
+
+def medium_room(directory: Path) -> tuple[int, int]:
+    """Bytes that a tier in ``directory`` has taken on its medium, and bytes that are free there."""
     taken = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) if directory.exists() else 0
-    free = free_bytes(directory if directory.exists() else directory.parent)
-    if budget > free + taken:
-        raise BudgetError(
-            f"the {name} budget of {format_size(budget)} is larger than the {format_size(free + taken)} its medium has",
-            f"free some space, or open with {name}={format_size((free + taken) // 10 * 9)} or less",
-        )
+    return taken, free_bytes(directory)
+
+
+def refuse_larger_than_medium(name: str, budget: int, directory: Path) -> None:
+    """Raises BudgetError when a budget exceeds what the medium has free, what the tier has taken already included.
+
+    A budget that is in force is a ceiling that others fill the disk below: it does not keep a store from being opened.
+    """
+    room = sum(medium_room(directory))
+    if budget <= room or ((known := on_record(directory, durable=True)) is not None and budget <= known.budget):
+        return
+    most = room // 10 * 9 // MIB * MIB
+    less = f"open with {name}={format_size(most)} or less" if most >= 2 * INDEX_MIN else "choose another path"
+    raise BudgetError(
+        f"the {name} budget of {format_size(budget)} is larger than the {format_size(room)} its medium has",
+        f"free some space, or {less}",
+    )
 
 
 def _warmth(tier: SlottedTier, segment: Segment) -> float:

@@ -18,11 +18,12 @@ from pathlib import Path
 import typer
 
 from kvstore import host, superblock
-from kvstore.errors import KVStoreError
+from kvstore.errors import BudgetError, KVStoreError
 from kvstore.memory_home import orphans
 from kvstore.owners import survey
 from kvstore.settings import Settings
 from kvstore.sizes import GIB, MIB, counted, format_size
+from kvstore.tiers import opening
 from kvstore.tools import terminal
 from kvstore.tools.standing import budgets
 
@@ -192,12 +193,13 @@ def _nvme(settings: Settings) -> Iterator[Finding]:
             "nvme budget", "0: the tier is off", Grade.NOTE, "give nvme a budget, or restarts forget everything"
         )
         return
-    free, held = host.free_bytes(settings.path), allocated_bytes(settings.path)
+    held, free = opening.medium_room(directory := settings.path / "nvme")
     text = f"{format_size(settings.nvme)} asked for, {format_size(held)} held, {format_size(free)} free"
-    if settings.nvme > held + free:
-        yield Finding("nvme budget", text, Grade.REFUSED, f"set nvme to {format_size(held + free)} at most")
-    else:
+    try:
+        opening.refuse_larger_than_medium("nvme", settings.nvme, directory)
         yield Finding("nvme budget", text)
+    except BudgetError as error:
+        yield Finding("nvme budget", text, Grade.REFUSED, error.remedy)
 
 
 def _shared_memory(settings: Settings) -> Iterator[Finding]:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 import kvstore
 from kvstore import superblock
-from kvstore.errors import AmbiguousError, FormatError, NotFoundError, OwnershipError, PathError, TokenError
+from kvstore.errors import AmbiguousError, FormatError, NotFoundError, OwnershipError, TokenError
 from kvstore.identity import Tokens, as_tokens
-from kvstore.index import Index
 from kvstore.listing import NamespaceUse, Prefix
 from kvstore.match import Match, Namespace
 from kvstore.records import Entry, key_tokens
 from kvstore.settings import Settings
 from kvstore.store import Store
-from kvstore.tiers import segments
-from kvstore.tiers.opening import SUPERBLOCK, Superblock
+from kvstore.tiers.opening import Budget, on_record
 from kvstore.tools import terminal
 from kvstore.tools.standins import Spell, whole
 from kvstore.transaction import Database
@@ -54,9 +51,9 @@ def standing_store(path: Path | None) -> Iterator[Store]:
     if not present:
         raise FormatError(f"{where} is not a store", "check --path and KVSTORE_PATH; kvstore.open() makes a store")
     superblock.prepare_directory(where)
-    on_record = budgets(settings)
-    ram = on_record["ram"].budget if "ram" in on_record else settings.ram
-    nvme = on_record["nvme"].budget if "nvme" in on_record else 0
+    known = budgets(settings)
+    ram = known["ram"].budget if "ram" in known else settings.ram
+    nvme = known["nvme"].budget if "nvme" in known else 0
     with kvstore.open(path, ram=ram, nvme=nvme, hbm=0) as store:
         yield store
 
@@ -72,39 +69,12 @@ def reading(store: Store) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a tier's index has on record, in bytes. why: the host could not give what was asked for."""
-
-    budget: int
-    asked: int
-    why: str
-
-
 def budgets(settings: Settings) -> dict[str, Budget]:
     """Of each tier that a store has, by its name, without opening it. Raises KVStoreError where it cannot be read."""
     home = superblock.ram_name(settings.path, superblock.read_store_id(settings.path))
     places = {"ram": settings.ram_directory / home, "nvme": settings.path / "nvme"}
-    found = {name: _on_record(directory, durable=name == "nvme") for name, directory in places.items()}
+    found = {name: on_record(directory, durable=name == "nvme") for name, directory in places.items()}
     return {name: one for name, one in found.items() if one is not None}
-
-
-def _on_record(directory: Path, durable: bool) -> Budget | None:
-    block = directory / SUPERBLOCK
-    if not block.is_file():
-        return None
-    try:
-        size = Superblock.unpack(block.read_bytes(), block).index_bytes
-    except OSError as error:
-        raise PathError(f"{block} cannot be read: {error.strerror}", "run as the user the store belongs to") from error
-    index = Index(directory / "index", size, durable=durable, name=directory.name)
-    try:
-        with index.read() as txn:
-            budget, asked = (segments.get_number(txn, name) for name in (segments.BUDGET, segments.ASKED))
-            why = (txn.get(Database.META, segments.WHY) or b"").decode()
-            return Budget(budget, asked, why) if budget else None
-    finally:
-        index.close()
 
 
 def find_namespace(store: Store, name: str, spell: Spell = whole) -> NamespaceUse:

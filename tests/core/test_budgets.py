@@ -96,6 +96,7 @@ place, other = pathlib.Path(sys.argv[3]), pathlib.Path(sys.argv[4])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place], check=True)
 (place / "shm").mkdir()
 (other / "shm").mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", other / "shm"], check=True)
 for kind, path, shm, tier in (
     ("ram", other / "store", place / "shm", "ram"),
     ("disk", place / "store", other / "shm", "nvme"),
