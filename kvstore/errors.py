@@ -38,7 +38,7 @@ class PathError(KVStoreError):
 
 
 class FilesystemError(KVStoreError):
-    """The store lies on a filesystem on which shared mappings or locks do not hold (NFS, FUSE, 9p)."""
+    """The store lies on a filesystem on which shared mappings or locks do not hold (NFS, FUSE, 9p), or files (proc)."""
 
     exit_code = 4
 

@@ -37,6 +37,9 @@ _UNSAFE = {
     "a folder of the virtual machine's host": "9p virtiofs vboxsf vmhgfs prl_fs fakeowner",
     "a FUSE filesystem": "fuse fuseblk",
 }
+_KERNEL = "proc sysfs cgroup cgroup2 devpts debugfs tracefs securityfs pstore bpf configfs binfmt_misc mqueue efivarfs"
+KERNEL_FILESYSTEMS = frozenset(_KERNEL.split())
+"""Filesystems that show what the kernel knows; files cannot be stored there."""
 UNSAFE_FILESYSTEMS = {name: kind for kind, names in _UNSAFE.items() for name in names.split()}
 """Filesystems on which shared mappings or locks are not promised to hold, and what they are."""
 
@@ -120,6 +123,12 @@ def refuse_unsafe_filesystem(path: Path, root: Path = ROOT) -> Filesystem:
         raise FilesystemError(
             f"{path} lies on {found.type} (mounted at {found.mount_point}), {kind}: "
             "locks and shared mappings are not safe there",
+            "put the store on a local disk of this host: ext4, xfs, btrfs",
+        )
+    if found.type in KERNEL_FILESYSTEMS:
+        raise FilesystemError(
+            f"{path} lies on {found.type} (mounted at {found.mount_point}), which the kernel makes up: "
+            "nothing can be stored there",
             "put the store on a local disk of this host: ext4, xfs, btrfs",
         )
     return found

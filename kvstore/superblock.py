@@ -49,6 +49,7 @@ def prepare_directory(path: Path) -> None:
 
     Raises PathError, FilesystemError, OwnershipError, FormatError (it holds something else).
     """
+    refuse_unsafe_filesystem(path)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         (path / OWNERS).stat() if path.stat().st_uid == os.geteuid() else None
@@ -61,7 +62,6 @@ def prepare_directory(path: Path) -> None:
         if error.errno in FULL:
             raise full_error(error, {path: OPENING_BYTES}) from error
         raise PathError(f"{path} cannot be made: {error.strerror}", "choose a path you can write") from error
-    refuse_unsafe_filesystem(path)
     owner = path.stat().st_uid
     if owner != os.geteuid():
         raise OwnershipError(

@@ -40,7 +40,7 @@ class Grade(StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """It works, but slower or smaller than it could."""
+    """It works, but slower or smaller than it could, or without a part."""
     REFUSED = "refused"
     """The store would not open, or a tier would not."""
 
@@ -86,8 +86,12 @@ def examine(path: Path | None) -> list[Finding]:
         if named
         else [Finding("store", f"none named; looking at {settings.path}")]
     )
+    place = _contained("filesystem", LOOKS["filesystem"], settings)
+    findings += place
+    usable = place[0].grade is not Grade.REFUSED
     for subject, look in LOOKS.items():
-        findings += _contained(subject, look, settings)
+        if subject != "filesystem" and (usable or subject not in ON_THE_DISK):
+            findings += _contained(subject, look, settings)
     return findings
 
 
@@ -113,7 +117,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding(name, _version(name) or "not installed")
     missing = [name for name in SERVING if _version(name) is None]
     if missing:
-        yield Finding("extra serve", f"without {', '.join(missing)}", advice=SERVE_ADVICE)
+        yield Finding("extra serve", f"without {', '.join(missing)}", Grade.NOTE, SERVE_ADVICE)
     else:
         yield Finding("extra serve", "installed")
     yield Finding("CUDA", "a driver is loaded" if Path("/proc/driver/nvidia/version").exists() else "no driver")
@@ -317,3 +321,5 @@ LOOKS: Mapping[str, Callable[[Settings], Iterator[Finding]]] = {
     "memory": _memory,
 }
 """By the subject of their first finding."""
+ON_THE_DISK = frozenset({"owner", "O_DIRECT", "nvme budget"})
+"""Subjects that say nothing of a place where no store can be: the filesystem is refused, and that is enough."""

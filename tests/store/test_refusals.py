@@ -18,6 +18,7 @@ from known_kv import SPEAKERS, load, open_small, save, shm
 from kvstore.errors import (
     BudgetError,
     DamagedError,
+    FilesystemError,
     FormatError,
     KVStoreError,
     OwnershipError,
@@ -54,7 +55,7 @@ def common() -> Iterator[Path]:
 
 
 def test_a_path_that_nobody_can_make_is_refused(memory: Path) -> None:
-    with pytest.raises(PathError, match="cannot be made"):
+    with pytest.raises(FilesystemError, match="nothing can be stored there"):
         open_small(Path("/proc/no-such-store"), memory)
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import kvstore
 from kvstore import assembly
-from kvstore.errors import KVStoreError, OwnershipError, PathError, RamDirectoryError
+from kvstore.errors import FilesystemError, KVStoreError, OwnershipError, PathError, RamDirectoryError
 from kvstore.host import Cap
 from kvstore.settings import Settings
 from kvstore.tools import doctor
@@ -46,7 +46,7 @@ def test_what_serving_needs_is_told_with_how_to_get_it(tmp_path: Path, monkeypat
     assert found(tmp_path, "extra serve").advice == ""
     del known["uvicorn"]
     told = found(tmp_path, "extra serve")
-    assert (told.value, told.grade) == ("without uvicorn", Grade.OK)
+    assert (told.value, told.grade) == ("without uvicorn", Grade.NOTE)
     assert 'pip install ".[serve]"' in told.advice
 
 
@@ -147,6 +147,15 @@ def test_a_store_of_another_user_has_its_own_exit_code(words: list[str], code: i
             os._exit(99 if "Traceback" in done.output else done.exit_code)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == code
+
+
+@pytest.mark.parametrize("place", ["/proc", "/proc/foo", "/proc/not/there", "/sys", "/dev/pts/x"])
+def test_on_a_filesystem_of_the_kernel_the_filesystem_is_what_is_refused(place: str) -> None:
+    rows = {row.subject: row for row in examine(Path(place))}
+    with pytest.raises(FilesystemError) as refused:
+        kvstore.open(place, ram="8MiB", nvme="16MiB")
+    assert (rows["filesystem"].grade, rows["filesystem"].value) == (Grade.REFUSED, refused.value.problem)
+    assert not {"owner", "O_DIRECT", "nvme budget"} & rows.keys()
 
 
 @pytest.mark.parametrize("place", ["/dev/shm", "/proc", "/proc/not/there", "/sys", "/dev/null"])
