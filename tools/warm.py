@@ -275,5 +275,9 @@ def _show(rows: list[dict[str, Any]], model: str, as_json: bool) -> None:
     ]
     columns = ("prompt", "tokens", "there already", "prefilled", "took", "now in")
     terminal.console().print(terminal.table(model, columns, shown, right=(1, 2, 3, 4)))
+    held = sum(row["tokens"] - row["missing"] for row in rows)
     saved = sum(row["first_request_saves_tokens"] for row in rows)
-    terminal.console().print(escape(f"First requests will now find {saved:,} tokens that they need not compute."))
+    text = f"First requests will now find {saved:,} tokens that they need not compute"
+    if held > saved:
+        text += f", or all {held:,} where more follows: the last token of a request always runs"
+    terminal.console().print(escape(f"{text}."))

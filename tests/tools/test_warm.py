@@ -142,6 +142,14 @@ def test_a_warmed_prompt_is_pinned_by_name(tiny_model: Path, made: Any) -> None:
     assert (found["stored"], found["pinned"]) == (12, True)
 
 
+def test_it_says_why_a_first_request_finds_less_than_is_stored(tiny_model: Path, made: Any) -> None:
+    words = ["Hello there.", "--text", "--threads", "1", "--model", str(tiny_model), "--path", str(made.path)]
+    for _ in range(2):
+        said = " ".join(CliRunner().invoke(app, ["warm", *words]).stdout.split())
+        assert "find 11 tokens" in said
+        assert "or all 12 where more follows: the last token of a request always runs." in said
+
+
 def test_a_dry_run_computes_nothing(tiny_model: Path, made: Any) -> None:
     told = run("Hello there.", "--text", "--dry-run", "--model", tiny_model, "--path", made.path)
     assert (told["prefilled"], told["prompts"][0]["missing"]) == (0, 12)
