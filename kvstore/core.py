@@ -181,6 +181,10 @@ class Core:
             self.device_loader.forget_purged()
         return gone
 
+    def losing(self, target: Target) -> list[str]:
+        """Names of what an eviction would take blocks of."""
+        return self.pins.of(*Eviction(self.tiers, self.purge).named(target))
+
     def wipe(self, step: Step) -> Wiped:
         """Leave no byte of what is not stored any more. Raises ClosedError when the core is closed meanwhile."""
 

@@ -103,12 +103,16 @@ class Pins:
         if not self._index.write(work):
             raise NotFoundError(f"no prefix is named {name!r}", "`kvstore names` lists the names")
 
+    def of(self, roots: Collection[bytes], keys: Collection[bytes]) -> list[str]:
+        """Names in namespaces, by root, and those with one of some block keys."""
+        with self._index.read() as txn:
+            return sorted(_of(_records(txn), roots, frozenset(keys)))
+
     def drop_wiped(self, roots: Collection[bytes], keys: Collection[bytes]) -> list[str]:
         """Forget names in namespaces, by root, and those with one of some block keys; returns the names."""
 
         def work(txn: Transaction) -> list[str]:
-            known = _records(txn).items()
-            gone = [name for name, one in known if one.root in roots or not wanted.isdisjoint(one.keys)]
+            gone = _of(_records(txn), roots, wanted)
             for name in gone:
                 txn.delete(Database.NAMES, _key(name))
             if gone:
@@ -121,6 +125,10 @@ class Pins:
 
 def _records(txn: Transaction) -> dict[str, NameRecord]:
     return {key.decode(): NameRecord.unpack(raw) for key, raw in txn.scan(Database.NAMES)}
+
+
+def _of(records: Mapping[str, NameRecord], roots: Collection[bytes], keys: frozenset[bytes]) -> list[str]:
+    return [name for name, one in records.items() if one.root in roots or not keys.isdisjoint(one.keys)]
 
 
 def _live(records: Mapping[str, NameRecord], now: float) -> dict[str, NameRecord]:

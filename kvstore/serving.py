@@ -18,6 +18,7 @@ from kvstore.errors import (
     ClosedError,
     DamagedError,
     KVStoreError,
+    LayoutError,
     NoSpaceError,
     SettingsError,
     StorageError,
@@ -29,6 +30,8 @@ from kvstore.kv import KVBuffer
 from kvstore.layout import Layout, Part
 from kvstore.match import Match
 from kvstore.sizes import MIB, format_size
+
+Buffers = KVBuffer | Mapping[Part, KVBuffer]
 
 LEASE_MAX_S = 365 * 86_400.0
 
@@ -68,6 +71,18 @@ class Lease:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def parts_of(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
+    """The buffer of each part. Raises LayoutError for parts that the layout has not, or has not been given."""
+    wanted = list(layout.parts())
+    if isinstance(buffers, Mapping):
+        if not buffers or not set(buffers) <= set(wanted):
+            raise LayoutError(f"buffers for {sorted(buffers)}, the layout has {wanted}", "pass one buffer a part")
+        return {part: buffers[part] for part in wanted if part in buffers}
+    if len(wanted) > 1:
+        raise LayoutError(f"one buffer for {len(wanted)} parts", "pass a mapping of parts to buffers")
+    return {wanted[0]: buffers}
 
 
 def refuse_large_blocks(core: Core, layout: Layout) -> None:

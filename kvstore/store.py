@@ -7,8 +7,9 @@ never failed for the store's sake: `load` and `save` report misses and skipped b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType, TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -22,22 +23,19 @@ from kvstore.eviction import Target
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
 from kvstore.identity import Extra, Tokens, as_tokens, chain, salt_digest
-from kvstore.kv import KVBuffer
-from kvstore.layout import Layout, Part
+from kvstore.layout import Layout
 from kvstore.listing import NamespaceUse, Prefix, namespace_uses, prefixes
 from kvstore.match import Match, Namespace
 from kvstore.match import match as match_chain
 from kvstore.prefetch import Prefetch
 from kvstore.records import NameRecord, NamespaceRecord
 from kvstore.saving import SaveJob, Saving
-from kvstore.serving import Lease, Loaded
+from kvstore.serving import Buffers, Lease, Loaded, parts_of
 from kvstore.settings import Settings
 from kvstore.statistics import Stats
 from kvstore.tenants import QuotaUse
 from kvstore.verification import Report, verify
 from kvstore.wiping import Step, Wiped
-
-Buffers = KVBuffer | Mapping[Part, KVBuffer]
 
 
 class Store:
@@ -115,7 +113,7 @@ class Store:
         room.
         """
         core = self._require()
-        parts = _parts(match.space.layout, buffers)
+        parts = parts_of(match.space.layout, buffers)
         for part, buffer in parts.items():
             if buffer.capacity < match.tokens:
                 raise LayoutError(
@@ -141,7 +139,7 @@ class Store:
         core = self._require()
         ids = as_tokens(tokens)
         linked = chain(space.root, ids, space.layout.block_tokens, extras)
-        parts = _parts(space.layout, buffers)
+        parts = parts_of(space.layout, buffers)
         for part, buffer in parts.items():
             if buffer.capacity < len(ids):
                 raise LayoutError(
@@ -286,16 +284,31 @@ class Store:
         for what others share and what is pinned. tier: drop only the copies in one tier. dry_run: only count.
         forget_names: also what people named of it, which holds its tokens. Raises SettingsError, NotFoundError.
         """
+        target = self._target(everything, namespace, salt, prefix, name, unused_s, larger)
+        return self._require().evict(target, tier, dry_run=dry_run, names=forget_names)
+
+    def losing(self, **target: Any) -> list[str]:
+        """Names of prefixes of which `evict` from all tiers would take blocks now. target: named as there."""
+        return self._require().losing(self._target(**target))
+
+    def _target(
+        self,
+        everything: bool = False,
+        namespace: bytes | None = None,
+        salt: bytes | str | None = None,
+        prefix: Match | None = None,
+        name: str | None = None,
+        unused_s: float | None = None,
+        larger: int | None = None,
+    ) -> Target:
         core = self._require()
-        digest = None if salt is None else salt_digest(salt)
         if name is not None and prefix is None:
             record = core.pins.get(name)
             prefix = self.match(self.namespace_at(record.root), np.frombuffer(record.tokens, "<u4"))
             if prefix.tokens < prefix.asked:  # what is left of it belongs to others as well
                 problem = f"only {prefix.tokens} of the {prefix.asked} tokens named {name!r} are stored"
                 raise NotFoundError(problem, "unpin the name; evict what is left by its prefix")
-        target = Target(everything, namespace, digest, prefix, unused_s, larger)
-        return core.evict(target, tier, dry_run=dry_run, names=forget_names)
+        return Target(everything, namespace, None if salt is None else salt_digest(salt), prefix, unused_s, larger)
 
     def wipe(self, progress: Step = lambda what, done, total: None) -> Wiped:
         """Leave no readable byte, in any file of any tier, of what was evicted, by whatever means.
@@ -371,17 +384,6 @@ class Store:
 def _refuse_unless(fine: bool, problem: str, remedy: str) -> None:
     if not fine:
         raise SettingsError(problem, remedy)
-
-
-def _parts(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
-    wanted = list(layout.parts())
-    if isinstance(buffers, Mapping):
-        if not buffers or not set(buffers) <= set(wanted):
-            raise LayoutError(f"buffers for {sorted(buffers)}, the layout has {wanted}", "pass one buffer a part")
-        return {part: buffers[part] for part in wanted if part in buffers}
-    if len(wanted) > 1:
-        raise LayoutError(f"one buffer for {len(wanted)} parts", "pass a mapping of parts to buffers")
-    return {wanted[0]: buffers}
 
 
 def open_store(settings: Settings, *, wrap: Wrap, observers: Sequence[Observer]) -> Store:

@@ -125,6 +125,17 @@ def eviction_target(
     )
 
 
+def eviction_counted(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = False) -> dict[str, Any]:
+    """What `evict` would do: blocks by tier; names of prefixes that lose blocks, and those that are forgotten.
+
+    With a tier alone no prefix is lost: what it drops may be in another, and pins stay.
+    """
+    blocks = store.evict(**target, tier=tier, dry_run=True)
+    names = store.losing(**target) if tier is None else []
+    forgotten = names if wipe else [name for name in names if name == target.get("name")]
+    return {"blocks": blocks, "names": names, "forgotten": forgotten}
+
+
 def evict(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = False) -> dict[str, int]:
     """Evict, and forget the name that named it; blocks by tier. wipe: forget every name of what goes."""
     counts = store.evict(**target, tier=tier, forget_names=wipe)

@@ -75,17 +75,18 @@ async def evict(service: Behind, asked: models.EvictAsked) -> dict[str, Any]:
     """Evict, in every process. First a dry run, which counts and answers a ``confirm``; then the same with it."""
     said, same = _twice(service, asked)
 
-    def work() -> dict[str, int]:
+    def work() -> dict[str, Any]:
         target = answers.eviction_target(service.store, **said)
+        would = answers.eviction_counted(service.store, target, asked.tier)
         if asked.dry_run:
-            return service.store.evict(**target, tier=asked.tier, dry_run=True)
+            return would
         done = answers.evict(service.store, target, asked.tier)
         service.catalogue.forget()
-        return done
+        return {**would, "blocks": done}
 
-    counts = await service.run(work)
+    told = await service.run(work)
     confirm = service.promise(same) if asked.dry_run else None
-    return {"dry_run": asked.dry_run, "evicted": not asked.dry_run, "blocks": counts, "confirm": confirm}
+    return {"dry_run": asked.dry_run, "evicted": not asked.dry_run, **told, "confirm": confirm}
 
 
 @routes.post("/quota", response_model=given.QuotaChanged)

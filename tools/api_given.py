@@ -168,11 +168,14 @@ class UnpinnedGiven(Given):
 
 
 class EvictedGiven(Given):
-    """Blocks by tier. confirm: what makes a dry run real, once, within two minutes."""
+    """Blocks by tier. names: of prefixes that lose blocks; forgotten: those of them that go. confirm: what makes a dry
+    run real, once, within two minutes."""
 
     dry_run: bool
     evicted: bool
     blocks: dict[str, int]
+    names: list[str]
+    forgotten: list[str]
     confirm: str | None
 
 

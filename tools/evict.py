@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from kvstore.errors import SettingsError
 from kvstore.sizes import counted, format_size
@@ -13,6 +14,8 @@ from kvstore.tools import answers, remote, terminal
 from kvstore.tools.remote import Remote
 from kvstore.tools.standing import reading, standing_store
 from kvstore.wiping import Wiped
+
+NOTHING: dict[str, Any] = {"blocks": {}, "names": [], "forgotten": []}
 
 
 def evict(
@@ -64,46 +67,51 @@ def evict(
         only_wipe = wipe and all(one is None or one is False for one in named.values())
         with reading(store):
             target = None if only_wipe else answers.eviction_target(store, **named, tier=tier)
-            would = store.evict(**target, tier=tier, dry_run=True) if target is not None else {}
+            would = answers.eviction_counted(store, target, tier, wipe) if target is not None else NOTHING
         wiped: Wiped | None = None
         if dry_run:
-            done, counts = False, would
+            done, told = False, would
             if wipe and not as_json:
                 terminal.say("A wipe would follow, of that and of what was evicted before.")
         else:
-            question = f"Evict {evicted_words(would)}?" if target is not None else "Wipe what was evicted before?"
+            question = f"Evict {_words(would)}?" if target is not None else "Wipe what was evicted before?"
             done = terminal.confirmed(question, yes)
-            counts = dict.fromkeys(would, 0)
+            told = _nothing_of(would)
             if done and target is not None:
                 with reading(store):
-                    counts = answers.evict(store, target, tier, wipe)
+                    told = {**would, "blocks": answers.evict(store, target, tier, wipe)}
             if done and wipe:
                 with terminal.progress() as step:
                     wiped = store.wipe(step)
     more = {} if wiped is None else {"wiped": asdict(wiped)}
-    _tell(dry_run, done, counts if target is not None else None, more, as_json)
+    _tell(dry_run, done, told if target is not None else None, {**told, **more}, as_json)
     if wiped is not None and not as_json:
         _show_wiped(wiped)
     if not done and not dry_run:
         raise typer.Exit(1)
 
 
-def _tell(dry_run: bool, done: bool, counts: dict[str, int] | None, more: dict[str, Any], as_json: bool) -> None:
+def _nothing_of(would: dict[str, Any]) -> dict[str, Any]:
+    return {"blocks": dict.fromkeys(would["blocks"], 0), "names": [], "forgotten": []}
+
+
+def _tell(dry_run: bool, done: bool, told: dict[str, Any] | None, more: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        terminal.print_json({"dry_run": dry_run, "evicted": done, "blocks": counts or {}, **more})
-    elif counts is not None and (dry_run or done):
-        terminal.console().print(f"{'Would evict' if dry_run else 'Evicted'} {evicted_words(counts)}.")
+        terminal.print_json({"dry_run": dry_run, "evicted": done, **more})
+    elif told is not None and (dry_run or done):
+        terminal.console().print(escape(f"{'Would evict' if dry_run else 'Evicted'} {_words(told)}."))
 
 
 def _evict_there(server: Remote, asked: dict[str, Any], dry_run: bool, yes: bool, as_json: bool) -> None:
     """The same through a server: counted, asked, then done as it was counted."""
     ask = server.counted("/v1/evict", asked)
     would = ask(True)
-    done = not dry_run and terminal.confirmed(f"Evict {evicted_words(would['blocks'])}?", yes)
-    counts = would["blocks"] if dry_run else dict.fromkeys(would["blocks"], 0)
+    done = not dry_run and terminal.confirmed(f"Evict {_words(would)}?", yes)
+    told = would if dry_run else _nothing_of(would)
     if done:
-        counts = ask(False)["blocks"]
-    _tell(dry_run, done, counts, {}, as_json)
+        told = ask(False)
+    told = {key: told[key] for key in NOTHING}
+    _tell(dry_run, done, told, told, as_json)
     if not done and not dry_run:
         raise typer.Exit(1)
 
@@ -115,6 +123,21 @@ def _show_wiped(wiped: Wiped) -> None:
         terminal.say(f"{counted(wiped.unconfirmed, 'process')} did not answer: end them, then wipe again.")
     if wiped.left:
         terminal.say(f"Still being written: {counted(wiped.left, 'slot')}. Wipe again.")
+
+
+def _words(told: dict[str, Any]) -> str:
+    """Blocks, and the names that go with them or lose what they name."""
+    text = evicted_words(told["blocks"])
+    left = [name for name in told["names"] if name not in told["forgotten"]]
+    if told["forgotten"]:
+        text += f", with the {_plural(told['forgotten'])} {', '.join(told['forgotten'])}"
+    if left:
+        text += f", of what is pinned or named too (the {_plural(left)} will have less to keep: {', '.join(left)})"
+    return text
+
+
+def _plural(names: list[str]) -> str:
+    return "names" if len(names) > 1 else "name"
 
 
 def evicted_words(counts: dict[str, int]) -> str:

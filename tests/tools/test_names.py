@@ -100,6 +100,33 @@ def test_evicting_a_name_takes_its_pin_along(made: Any) -> None:
     assert made.held("first", 7) == {"ram": 7}
 
 
+def test_an_eviction_says_which_names_go_before_it_is_done(made: Any) -> None:
+    with kvstore.open(made.path, ram="8MiB", nvme="16MiB") as store:
+        store.pin("longer", store.namespace(made.layout, salt="second", label="second"), made.tokens(64))
+    where = ("--path", made.path)
+    cases: list[tuple[list[str], list[str], list[str]]] = [
+        (["--name", "greeting"], ["greeting"], ["greeting"]),
+        (["--salt", "first"], ["greeting"], []),
+        (["--all"], ["greeting", "longer"], []),
+        (["--unused", "0"], ["greeting", "longer"], []),
+        (["--all", "--wipe"], ["greeting", "longer"], ["greeting", "longer"]),
+        (["--namespace", "second", "--prefix", "9,100"], [], []),
+        (["--tier", "ram"], [], []),
+    ]
+    for words, lose, forgotten in cases:
+        would = run_json("evict", *words, "--dry-run", *where)
+        assert (would["names"], would["forgotten"]) == (lose, forgotten), words
+        said = run("evict", *words, "--dry-run", *where)
+        asked = CliRunner().invoke(app, ["evict", *words, "--path", str(made.path)], input="n\n")
+        assert asked.exit_code == 1
+        for name in ("greeting", "longer"):
+            assert (name in said, name in asked.output) == (name in lose,) * 2, words
+    assert set(names(made)) == {"greeting", "longer"}, "nothing was done yet"
+    assert "with the name greeting" in run("evict", "--name", "greeting", "--yes", *where)
+    left = run_json("evict", "--all", "--yes", *where)
+    assert (left["names"], set(names(made))) == (["longer"], {"longer"})
+
+
 def test_evicting_a_name_of_which_the_end_is_gone_touches_nothing_else(made: Any) -> None:
     """What is left of it is the beginning of other conversations."""
     layout = made.layout

@@ -94,7 +94,13 @@ def test_pin_unpin_and_evict_through_a_server(made: Any, served: Served, tmp_pat
     run("evict", "--namespace", "second", "--url", served.url, code=1)
     assert made.held("second", 64) == {"ram": 64}
     done = told("evict", "--namespace", "second", "--yes", "--url", served.url)
-    assert done == {"dry_run": False, "evicted": True, "blocks": {"ram": 5, "nvme": 5}}
+    assert done == {
+        "dry_run": False,
+        "evicted": True,
+        "blocks": {"ram": 5, "nvme": 5},
+        "names": [],
+        "forgotten": [],
+    }
     assert made.held("second", 64) == {}
 
 

@@ -142,7 +142,7 @@ async function evict(one) {
   }
   askFor({
     title: "Evict this prefix?",
-    text: `${blocks(would.blocks)} would go, for all engines, with everything that continues it. It has to be computed again when somebody asks.`,
+    text: `${blocks(would.blocks)} would go, for all engines, with everything that continues it${would.names.length ? `, of what these names keep too: ${would.names.join(", ")}` : ""}. It has to be computed again when somebody asks.`,
     button: "Evict",
     danger: true,
     run: async () => {
