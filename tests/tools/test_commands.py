@@ -121,7 +121,13 @@ def test_evicting_a_prefix_leaves_its_neighbours(made: Any, by: str) -> None:
 
 def test_a_dry_run_and_a_no_change_nothing(made: Any) -> None:
     would = run_json("evict", "--all", "--dry-run", "--path", made.path)
-    assert would == {"dry_run": True, "evicted": False, "blocks": {"ram": 9, "nvme": 9}}
+    assert would == {
+        "dry_run": True,
+        "evicted": False,
+        "blocks": {"ram": 9, "nvme": 9},
+        "names": ["greeting"],
+        "forgotten": [],
+    }
     run("evict", "--all", "--path", made.path, code=1, answer="n\n")
     assert made.held("second", 64) == {"ram": 64}
     assert run_json("evict", "--all", "--yes", "--path", made.path)["blocks"] == would["blocks"]
