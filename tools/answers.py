@@ -5,14 +5,16 @@ Must not know a terminal, a request, or where an argument came from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore.errors import NotFoundError, SettingsError
+from kvstore.header import slot_bytes
 from kvstore.identity import Tokens as Ids
 from kvstore.identity import salt_digest
 from kvstore.listing import NamespaceUse
 from kvstore.match import Match, Namespace
-from kvstore.sizes import parse_size
+from kvstore.sizes import format_size, parse_size
 from kvstore.store import Store
 from kvstore.tools.naming import Named, find_named, named, namespaces_for
 from kvstore.tools.standing import ID_DIGITS, find_namespace, find_prefix
@@ -150,6 +152,7 @@ def set_quota(store: Store, salt: str, ram: str | None, nvme: str | None, dry_ru
     ram, nvme: a size, ``off`` for none, None for what there is. Raises SettingsError, NotFoundError.
     """
     limits = {tier: _limit(text) for tier, text in (("ram", ram), ("nvme", nvme)) if text is not None}
+    _refuse_less_than_a_block(store, salt, limits)
     known = _is_known(store, salt_digest(salt))
     evicted = store.set_quota(salt, **limits, dry_run=dry_run) if limits else {}
     changed = bool(limits) and not dry_run
@@ -160,6 +163,19 @@ def set_quota(store: Store, salt: str, ram: str | None, nvme: str | None, dry_ru
         "dry_run": dry_run,
         "evicted": evicted,
     }
+
+
+def _refuse_less_than_a_block(store: Store, salt: str, limits: Mapping[str, int | None]) -> None:
+    """Raises SettingsError for a quota that keeps everything out without saying so, as 0 does."""
+    uses = [use for use in store.namespaces() if use.record.salt == salt_digest(salt)]
+    slots = [slot_bytes(use.layout.payload_bytes(group)) for use in uses for group in range(len(use.layout.groups))]
+    least = min(slots, default=slot_bytes(1))
+    for tier, limit in limits.items():
+        if limit is not None and 0 < limit < least:
+            raise SettingsError(
+                f"a quota of {format_size(limit)} in {tier} is less than one block, which takes {format_size(least)}",
+                "give a size with a unit, such as 1GiB; 0 keeps everything out, off takes the quota off",
+            )
 
 
 def set_ttl(store: Store, name: str, ttl: int | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvstore.tools.differ import Difference, Side, compare
 from kvstore.tools.explaining import ago, moment
 from kvstore.tools.explaining import explain as find_out
 from kvstore.tools.naming import namespaces_for
-from kvstore.tools.prompts import Prompt, Tokens, plain_text, read_prompt
+from kvstore.tools.prompts import Prompt, Tokens, plain_text, read_prompt, require_prompt
 from kvstore.tools.remote import Remote
 from kvstore.tools.standing import standing_store
 
@@ -54,8 +54,8 @@ def explain(
     against = against if other is None else other
     if against is not None:
         found = compare(
-            _side(_prompt(prompt, as_text), tokens),
-            _side(_prompt(against, as_text), tokens),
+            _side(require_prompt(prompt, as_text), tokens),
+            _side(require_prompt(against, as_text), tokens),
             tokens.encode if tokens is not None else None,
         )
         if as_json:
@@ -95,13 +95,6 @@ def _explained(
             raise TokenError("the prompt has no tokens", "pass a prompt that is not empty")
         answer = find_out(store, ids, chosen, everything, tokens, lambda done, total: step("read", done, total))
         return answer.to_dict()
-
-
-def _prompt(argument: str, as_text: bool) -> Prompt:
-    found = read_prompt(argument, as_text)
-    if found is None:
-        raise NotFoundError(f"there is no file {argument!r}", "check the path, or pass --text for the prompt itself")
-    return found
 
 
 def _side(prompt: Prompt, tokens: Tokens | None) -> Side:

@@ -68,10 +68,22 @@ def namespaces_for(store: Store, namespace: str | None, salt: str | None) -> lis
     """Namespaces that fit a label or root and a salt, where these are given. Raises NotFoundError, AmbiguousError."""
     chosen = [find_namespace(store, namespace)] if namespace is not None else store.namespaces()
     if salt is not None:
-        chosen = [use for use in chosen if use.record.salt == salt_digest(salt)]
+        under = [use for use in chosen if use.record.salt == salt_digest(salt)]
+        if chosen and not under:
+            raise NotFoundError(*no_salt(salt, namespace))
+        chosen = under
     if not chosen:
-        raise NotFoundError("the store has no such namespace", "kvstore ls lists the namespaces")
+        raise NotFoundError("the store has no namespaces yet", "nothing was saved here, or everything was forgotten")
     return chosen
+
+
+def no_salt(salt: str, namespace: str | None = None) -> tuple[str, str]:
+    """Problem and remedy where no namespace, or not the one that was named too, is under a salt."""
+    what = "nothing is stored" if namespace is None else f"the namespace {namespace!r} is not"
+    return (
+        f"{what} under the salt {salt!r}",
+        "check the salt; kvstore ls lists namespaces with digests of their salts",
+    )
 
 
 def find_tokens(

@@ -7,6 +7,7 @@ caller says so: a mistyped file name must not be taken for a prompt. Must not kn
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,16 @@ def read_prompt(argument: str, as_text: bool = False) -> Prompt | None:
     return None
 
 
+def require_prompt(argument: str, as_text: bool) -> Prompt:
+    """The prompt an argument means. Raises NotFoundError where it is none, and what `read_prompt` raises."""
+    found = read_prompt(argument, as_text)
+    if found is not None:
+        return found
+    if os.path.isdir(argument):
+        raise NotFoundError(f"{argument!r} is a folder", "name a file in it, or pass --text for the prompt itself")
+    raise NotFoundError(f"there is no file {argument!r}", "check the path, or pass --text for the prompt itself")
+
+
 def parse_prompt(raw: bytes, source: str, suffix: str) -> Prompt:
     """A file's content: a chat (``.jsonl``, ``.json``), token ids (nothing but numbers), or text."""
     if len(raw) > PROMPT_LIMIT:
@@ -96,8 +107,9 @@ def _chat(text: str, source: str) -> Prompt:
             if line.strip():
                 try:
                     lines.append(json.loads(line))
-                except ValueError as error:
-                    raise SettingsError(f"line {number} of {source} is not JSON: {error}", _CHAT) from error
+                except json.JSONDecodeError as error:
+                    said = f"line {number} of {source} is not JSON: {error.msg} (column {error.colno})"
+                    raise SettingsError(said, _CHAT) from error
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):

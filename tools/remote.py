@@ -19,6 +19,7 @@ from kvstore import errors
 from kvstore.errors import AmbiguousError, KVStoreError, NotFoundError, PathError, SettingsError, StorageError
 from kvstore.identity import salt_digest
 from kvstore.statistics import Stats, TierStats
+from kvstore.tools.naming import no_salt
 from kvstore.tools.standing import ID_DIGITS
 from kvstore.tools.standins import MARK
 from kvstore.tools.token_file import VARIABLE, token_of_environment
@@ -114,7 +115,7 @@ class Remote:
         if wanted not in told:
             if any(one.startswith(MARK) for one in told):
                 raise SettingsError("salts are told only with the token", NEEDS_TOKEN["unauthorized"])
-            raise NotFoundError("the store has no such namespace", "kvstore ls lists the namespaces")
+            raise NotFoundError(*no_salt(salt))
         return wanted
 
     def prefixes(self, limit: int, **chosen: Any) -> tuple[list[dict[str, Any]], int]:

@@ -6,6 +6,7 @@ Also how people name a namespace or a stored sequence. Must not know what a comm
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,9 +42,9 @@ def standing_store(path: Path | None) -> Iterator[Store]:
     settings = Settings.resolve(path)
     where = settings.path
     if not where.is_dir():
-        raise NotFoundError(
-            f"there is no store at {where}", "check --path and KVSTORE_PATH; kvstore.open() makes a store"
-        )
+        there = os.path.lexists(where)
+        problem = f"{where} is not a folder, and a store is one" if there else f"there is no store at {where}"
+        raise NotFoundError(problem, "check --path and KVSTORE_PATH; kvstore.open() makes a store")
     try:
         present = (where / superblock.SUPERBLOCK).is_file()
     except PermissionError as error:

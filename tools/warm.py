@@ -19,7 +19,7 @@ from rich.markup import escape
 
 import kvstore
 from kvstore import superblock
-from kvstore.errors import KVStoreError, MissingExtraError, NotFoundError, PathError, SettingsError, UnsupportedError
+from kvstore.errors import KVStoreError, MissingExtraError, PathError, SettingsError, UnsupportedError
 from kvstore.match import Namespace
 from kvstore.settings import Settings
 from kvstore.store import Store
@@ -27,7 +27,7 @@ from kvstore.tools import model as models
 from kvstore.tools import terminal
 from kvstore.tools.engine import Engine, Wanted, stored_for, warm_by
 from kvstore.tools.explain import TextOption, TokenizerOption
-from kvstore.tools.prompts import Prompt, Tokens, read_prompt
+from kvstore.tools.prompts import Prompt, Tokens, require_prompt
 from kvstore.tools.standing import standing_store
 
 PIECE_TOKENS = 1024
@@ -76,7 +76,7 @@ def warm(
     if name is not None and len(prompts) != 1:
         raise SettingsError("--name is for one prompt", "warm the prompts one by one to name them")
     with terminal.progress() as step, contextlib.ExitStack() as stack:
-        read = [_prompt(one, as_text) for one in prompts]
+        read = [require_prompt(one, as_text) for one in prompts]
         if engine is not None:
             if threads is not None or label is not None:
                 raise SettingsError("--threads and --label are for a model that is loaded here", "leave them out")
@@ -212,13 +212,6 @@ def _settle(store: Store, space: Namespace, ids: Sequence[int], tier: str) -> No
     store.flush(FLUSH_S)
     if tier == "ram":
         store.prefetch(store.match(space, ids)).wait(FLUSH_S)
-
-
-def _prompt(argument: str, as_text: bool) -> Prompt:
-    found = read_prompt(argument, as_text)
-    if found is None:
-        raise NotFoundError(f"there is no file {argument!r}", "check the path, or pass --text for the prompt itself")
-    return found
 
 
 def _load(name: str, threads: int | None) -> Any:

@@ -146,7 +146,7 @@ def test_a_salt_without_the_token_is_an_error_that_says_so(served: Served, monke
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--salt", "third"], 13, "the store has no such namespace"),
+        (["--salt", "third"], 13, "nothing is stored under the salt 'third'"),
         (["--larger", "20G"], 2, "write 20GiB"),
         (["--larger", "much"], 2, "'much' is not a size"),
     ],

@@ -216,3 +216,14 @@ def test_numbers_that_cannot_be_kept_are_refused_by_name(made: Any) -> None:
         with pytest.raises(TokenError, match="two extras"):
             store.match(space, made.tokens(40), extras=[Extra(0, b"a"), Extra(0, b"b")])
         assert store.quotas() == []
+
+
+@pytest.mark.parametrize(("salt", "limit"), [("first", 20), ("first", SLOT - 1), ("later", 1), ("later", 4096)])
+def test_a_quota_that_holds_no_block_is_refused_unless_it_is_0(made: Any, salt: str, limit: int) -> None:
+    words = ["quota", salt, "--nvme", str(limit), "--yes", "--path", str(made.path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == SettingsError.exit_code, done.output
+    assert "less than one block" in str(done.output)
+    assert run("quota", "--path", made.path)["quotas"] == []
+    assert run("quota", salt, "--nvme", "0", "--yes", "--path", made.path)["changed"]
+    assert run("quota", salt, "--nvme", SLOT, "--yes", "--path", made.path)["changed"]
