@@ -96,8 +96,9 @@ def test_an_export_is_whole_or_not_there(full: Path, tmp_path: Path, after_s: fl
     file = tmp_path / "out" / "x.safetensors"
     file.parent.mkdir()
     code = interrupted("export", file, "--namespace", "first", "--path", full, after_s=after_s)
-    assert list(file.parent.iterdir()) == ([file] if code == 0 else [])
-    if code == 0:
+    left = list(file.parent.iterdir())
+    assert left == [file] or (left == [] and code == 130)  # a Ctrl-C may come when the file is there already
+    if left:
         with Bundle(file) as bundle:
             bundle.verify(lambda done, total: None)
     sound(full)
