@@ -208,7 +208,7 @@ def commands(
 
 
 def vllm(
-    rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 6,
+    rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 8,
     pairs: PairsOption = PAIRS,
     model: Annotated[Path | None, typer.Option(help="A folder with a model.", show_default=False)] = None,
     path: FolderOption = None,

@@ -147,6 +147,8 @@ def _causes(prompt: Side, stored: Side, shared: int, encode: Encode | None, coun
         if suspect is None:
             break
         reached = _reached(suspect, stored, encode, counted)
+        if reached is not None:
+            reached = min(reached, total)  # a repaired text may have more tokens: an id of two instead of one
         gained = None if reached is None else max(0, reached - at)
         found.append(Cause(suspect.code, suspect.says, suspect.advice, at, max(0, total - at), gained))
         if suspect.repaired is None or reached is None or reached <= at or reached >= min(total, len(stored)):

@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 from words import Words
@@ -237,6 +237,7 @@ def test_ids_alone_are_compared_too() -> None:
     assert found.causes[0].code == "tokens"
 
 
+@example("", "1", "00")
 @given(st.text(max_size=60), st.text(max_size=60), st.text(max_size=60))
 def test_any_two_texts_are_compared_without_an_error(head: str, mine: str, other: str) -> None:
     words = Words()
