@@ -29,8 +29,8 @@ def keep_temporaries() -> bool:
     jemalloc) has thresholds of its own, which this does not touch.
 
     Measured: a request with 4,096 cached tokens took 0.35 s instead of 0.20 in a process that had run no long prefill
-    (``hot_ttft_s`` of ``kvstore demo --json``); 32 prompts of 192 tokens took vLLM on two cores 9 % to 17 % longer
-    with the connector than without, and 2 % with this (``miss_overhead`` of ``kvstore bench vllm --json``).
+    (``hot_ttft_s`` of ``kvstore demo --json``); 32 prompts of 192 tokens took a vLLM engine on two cores 9 % to 17 %
+    longer where its temporaries were faulted in again, which befell one with the connector as well as one without.
     """
     if platform.libc_ver()[0] != "glibc" or _chosen():
         return False
