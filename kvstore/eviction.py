@@ -305,7 +305,7 @@ def _unused(tier: SlottedTier, txn: Transaction, seconds: float) -> list[Victim]
     oldest = tier.oldest_stamp(seconds)
     victims: list[Victim] = []
     for segment in tier.segment_list():
-        stamps = tier.arrays.of(segment.number).stamps[: segment.slots]
+        stamps = tier.arrays.stamps(segment)
         for slot in np.flatnonzero((stamps > 0) & (stamps < oldest)).tolist():
             index_key = txn.get(Database.SLOTS, slot_key(SlotRef(segment.number, slot)))
             raw = txn.get(Database.BLOCKS, index_key) if index_key is not None else None

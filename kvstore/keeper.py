@@ -197,8 +197,8 @@ class Keeper:
         """Slots whose stamp is older than their namespace's TTL."""
         found: list[SlotRef] = []
         for segment in tier.segment_list():
-            arrays = tier.arrays.of(segment.number)
-            stamps, numbers = arrays.stamps[: segment.slots], arrays.namespaces[: segment.slots]
+            stamps = tier.arrays.stamps(segment)
+            numbers = tier.arrays.of(segment.number).namespaces[: segment.slots]
             for number, ttl in limits.items():
                 oldest = tier.oldest_stamp(ttl)
                 old = np.flatnonzero((numbers == number) & (stamps > 0) & (stamps < oldest))

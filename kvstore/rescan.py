@@ -58,8 +58,8 @@ def _slots(ram: RamTier) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDAr
     for segment in ram.segment_list():
         if not segment.slots:
             continue  # not cut yet: its files may still be in the making
-        arrays = ram.arrays.of(segment.number)
-        stamps, flags = arrays.stamps[: segment.slots], arrays.flags[: segment.slots]
+        stamps = ram.arrays.stamps(segment)
+        flags = ram.arrays.of(segment.number).flags[: segment.slots]
         yield segment.number, stamps, (stamps > 0) & ((flags & (CLEAN | REFUSED)) == 0)
 
 

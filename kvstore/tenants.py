@@ -106,8 +106,8 @@ def _coldest(tier: SlottedTier, txn: Transaction, numbers: set[int], excess: int
     found: list[tuple[int, int, SlotRef]] = []
     wanted = np.array(sorted(numbers), np.uint32)
     for segment in tier.segment_list():
-        arrays = tier.arrays.of(segment.number)
-        stamps, owners = arrays.stamps[: segment.slots], arrays.namespaces[: segment.slots]
+        stamps = tier.arrays.stamps(segment)
+        owners = tier.arrays.of(segment.number).namespaces[: segment.slots]
         for slot in np.flatnonzero((stamps > 0) & np.isin(owners, wanted)).tolist():
             found.append((int(stamps[slot]), segment.slot_bytes, SlotRef(segment.number, slot)))
     victims: list[tuple[bytes, bytes]] = []

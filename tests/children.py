@@ -66,7 +66,7 @@ class Child:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise EOFError(f"the child ended with {self.process.wait()}")
+            raise EOFError(f"the child ended with {self.end()}")
         return json.loads(line)
 
     def do(self, verb: str, **arguments: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore.errors import DamagedError
 from kvstore.kv import Bytes
+from kvstore.records import Segment
 from kvstore.slots import MIN_SLOT_BYTES, SlotRef
 from kvstore.tiers.mapping import map_file
 from kvstore.tiers.medium import ALIGNMENT, allocate_file
@@ -90,6 +91,13 @@ class ArrayFiles:
             arrays = SlotArrays.over(memory, array_slots(size))
             arrays = self._mapped.setdefault(segment, arrays)
         return arrays
+
+    def stamps(self, segment: Segment) -> npt.NDArray[np.uint64]:
+        """A copy of the stamps of a segment's slots, at this moment: other threads and processes write to the arrays.
+
+        Whoever looks at stamps twice, first whether there are any, then which, must look at the same ones.
+        """
+        return np.array(self.of(segment.number).stamps[: segment.slots])
 
     def holding(self, segment: int, slots: Sequence[int]) -> SlotArrays:
         """The arrays of a segment, which has these slots. Raises DamagedError when it cannot have them."""

@@ -282,7 +282,7 @@ def refuse_larger_than_medium(name: str, budget: int, directory: Path) -> None:
 
 def _warmth(tier: SlottedTier, segment: Segment) -> float:
     """The mean stamp of a segment's blocks: one young block among old ones does not keep them all; 0 without any."""
-    stamps = tier.arrays.of(segment.number).stamps[: segment.slots]
+    stamps = tier.arrays.stamps(segment)
     return float(stamps[stamps > 0].mean()) if stamps.any() else 0.0
 
 

@@ -62,9 +62,10 @@ class ColdSlots:
         ]
 
     def _stamps(self, segment: Segment, own: Sequence[int] | None) -> npt.NDArray[np.uint64]:
-        arrays = self._arrays.of(segment.number)
-        stamps = arrays.stamps[: segment.slots]
-        return stamps if own is None else np.where(np.isin(arrays.namespaces[: segment.slots], own), stamps, 0)
+        stamps = self._arrays.stamps(segment)
+        if own is None:
+            return stamps
+        return np.where(np.isin(self._arrays.of(segment.number).namespaces[: segment.slots], own), stamps, 0)
 
     def segments(self, slot_bytes: int) -> list[int]:
         """Segments of other slot sizes that are colder, as a whole, than the coldest slot of this size."""
@@ -73,7 +74,7 @@ class ColdSlots:
         for segment in self._segments():
             if segment.allocating or not segment.slots:
                 continue
-            stamps = self._arrays.of(segment.number).stamps[: segment.slots]
+            stamps = self._arrays.stamps(segment)
             if segment.slot_bytes != slot_bytes:
                 others.append((int(stamps.max()), segment.number))
             elif stamps.any():

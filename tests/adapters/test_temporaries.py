@@ -23,11 +23,12 @@ def forwards(held):
         held[:] = [] if held else small
 
 def faults():
-    held = []
-    forwards(held)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    forwards(held)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    held, seen = [], []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        forwards(held)
+        seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(seen[1:])
 
 SIZES = [int(size) << 20 for size in sys.argv[1].split(",")]
 before, arranged = faults(), keep_temporaries()
@@ -37,7 +38,7 @@ GLIBC = platform.libc_ver()[0] == "glibc"
 
 
 def _run(sizes: list[int], **environment: str) -> tuple[int, bool, int]:
-    """Faults of 20 forwards with such temporaries (MiB) before, whether it was arranged, and faults after."""
+    """Faults of 20 forwards with such temporaries (MiB), settled: before, whether it was arranged, after."""
     command = [sys.executable, "-c", PROGRAM, ",".join(map(str, sizes))]
     given = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=given)
@@ -52,7 +53,7 @@ def test_temporaries_are_reused_after_it_though_they_are_more_than_glibc_keeps_b
     _, arranged, after = _run(sizes)
     pages = 20 * (sum(sizes) << 20) // 4096
     assert arranged
-    assert after < pages // 20
+    assert after < pages // 100
 
 
 @pytest.mark.parametrize(

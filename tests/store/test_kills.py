@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -73,14 +74,17 @@ def test_two_hundred_kills_leave_no_wrong_byte_and_no_leaked_slot(reopen: Reopen
 def test_four_processes_at_three_times_the_budget_never_load_a_wrong_byte(
     reopen: Reopen, tmp_path: Path, memory: Path
 ) -> None:
-    children = [
-        Child(tmp_path / "kv", memory, settings={"churn": [seed, 30.0], "verify_share": 64}, wait=False)
-        for seed in range(4)
-    ]
-    for child in children:
-        assert child.answer() == "open"
-    counts = [child.answer() for child in children]
-    assert [child.end() for child in children] == [0, 0, 0, 0]
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                Child(tmp_path / "kv", memory, settings={"churn": [seed, 30.0], "verify_share": 64}, wait=False)
+            )
+            for seed in range(4)
+        ]
+        for child in children:
+            assert child.answer() == "open"
+        counts = [child.answer() for child in children]
+        assert [child.end() for child in children] == [0, 0, 0, 0]
     total = {name: sum(one[name] for one in counts) for name in counts[0]}
     assert total["wrong"] == 0
     assert total["loaded"] > 100_000
