@@ -15,6 +15,7 @@ from kvstore.tools.ratios import PAIRS_MIN
 from kvstore.tools.scratch import folder_on_disk
 
 PAIRS = 8
+FIGURES = ("figure", "median", "spread", "target", "")
 FolderOption = Annotated[
     Path | None, typer.Option("--path", help="Folder for the temporary store; not on tmpfs.", show_default=False)
 ]
@@ -184,7 +185,7 @@ def commands(
     path: FolderOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """How long every command takes on a store of very many blocks, and when it says its first word.
+    """How long commands take on a store of very many blocks, when they say their first word, and how soon stats come.
 
     For a million blocks it takes ten minutes and 2 GiB of disk.
 
@@ -205,6 +206,8 @@ def commands(
     ]
     columns = ("command", "takes", "first word", "")
     terminal.console().print(terminal.table(f"{figures['entries']:,} blocks", columns, rows, right=(1, 2)))
+    asked = [_row(f"stats: {name}", found, None) for name, found in figures["stats"].items()]
+    terminal.console().print(terminal.table("Stats", FIGURES, asked, right=(1, 2)))
 
 
 def vllm(
@@ -242,5 +245,4 @@ def _show(figures: dict[str, Any], title: str, rows: list[tuple[str, ...]], as_j
     if as_json:
         terminal.print_json(figures)
     else:
-        columns = ("figure", "median", "spread", "target", "")
-        terminal.console().print(terminal.table(title, columns, rows, right=(1, 2)))
+        terminal.console().print(terminal.table(title, FIGURES, rows, right=(1, 2)))

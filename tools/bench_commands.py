@@ -1,4 +1,5 @@
-"""How long commands take on a store with very many blocks, and when they say their first word, each in its own process.
+"""How long commands take on a store with very many blocks, and when they say their first word, each in its own process;
+and how soon stats are there, asked of the store and of a server.
 
 The store has `nvme` alone filled: a whole index, and segments that are holes. Its blocks can be found, listed and
 evicted, never loaded. Must not know how a command works.
@@ -34,7 +35,12 @@ from kvstore.store import Store
 from kvstore.tiers import opening
 from kvstore.tiers.medium import Medium, segment_path
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.tools.limits import timed
+from kvstore.tools.ratios import Target, figure
+from kvstore.tools.remote import Remote
 from kvstore.tools.scratch import scratch_store
+from kvstore.tools.served import served
+from kvstore.tools.standing import standing_store
 
 BLOCK_TOKENS, BLOCKS = 16, 64
 """Of a conversation."""
@@ -47,6 +53,10 @@ INDEX_BYTES, INDEX_MIN = 2048, 64 * MIB
 RAM_BYTES = 64 * MIB
 SOON_S = 1.0
 """Within so long a command should answer, or say what it is at."""
+STATS = Target(0.02, at_most=True)
+"""Median seconds in which stats should be there."""
+ASKED, BETWEEN_S = 100, 0.05
+"""So many times, so far apart: a server's own looks at the store fall between."""
 LABEL, SALT, NAME = "bench", "theirs", "rules"
 
 Step = Callable[[str, int, int | None], None]
@@ -84,10 +94,11 @@ class Timed:
 def measure(entries: int, repeats: int, folder: Path, step: Step) -> dict[str, Any]:
     """Seconds of every command on a store of ``entries`` blocks in ``folder``, which is on a disk; nothing stays there.
 
-    Raises NoSpaceError when the index does not fit there.
+    Raises NoSpaceError when the index does not fit there, MissingExtraError without what serves.
     """
     with scratch_store(folder) as path:
         held = _fill(path, entries, step)
+        stats = _stats(path, step)
         lines = _lines(path.parent)
         found: dict[str, Any] = {}
         for done, (name, words) in enumerate(lines.items()):
@@ -100,7 +111,27 @@ def measure(entries: int, repeats: int, folder: Path, step: Step) -> dict[str, A
             said = statistics.median(run.said_s for run in runs)
             found[name] = {"seconds": seconds, "said_s": said, "soon": said <= SOON_S}
     late = [name for name, one in found.items() if not one["soon"]]
-    return {"entries": held, "soon_s": SOON_S, "late": late, "commands": found}
+    return {"entries": held, "soon_s": SOON_S, "late": late, "stats": stats, "commands": found}
+
+
+def _stats(path: Path, step: Step) -> dict[str, Any]:
+    """Seconds of `Store.stats` in this process, and of a request for stats to ``kvstore serve``."""
+    with served(path) as url, standing_store(path) as store:
+        server = Remote(url)
+        asked: dict[str, Callable[[], object]] = {
+            "call_s": store.stats,
+            "request_s": lambda: server.get("/v1/stats"),
+        }
+        return {name: figure(_asked(name, ask, step), STATS).to_dict() for name, ask in asked.items()}
+
+
+def _asked(name: str, ask: Callable[[], object], step: Step) -> list[float]:
+    seconds: list[float] = []
+    for done in range(ASKED):
+        step(f"stats: {name}", done, ASKED)
+        seconds.append(timed(ask))
+        time.sleep(BETWEEN_S)
+    return seconds
 
 
 def _lines(folder: Path) -> dict[str, Sequence[str]]:

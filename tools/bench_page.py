@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from kvstore.errors import KVStoreError, MissingExtraError
 from kvstore.tools.ratios import Target, alternate, paired
 from kvstore.tools.remote import Remote
 from kvstore.tools.scratch import scratch_store
+from kvstore.tools.served import child, first_line, served
 
 COST = Target(1.03, at_most=True)
 PROBES = 3
@@ -107,42 +107,17 @@ def measure(plan: Plan, step: Callable[[str, int, int | None], None]) -> dict[st
 def _watched(store: Path, browser: str | None) -> Iterator[dict[str, int]]:
     """A server of the store, and a page of it that is open. What is given gets the page's counts at the end."""
     counts: dict[str, int] = {}
-    line = [sys.executable, "-m", "kvstore.tools.cli", "serve", "--port", "0", "--path", str(store)]
-    with _child(line) as server:
-        url = _line(server).strip()
+    with served(store) as url:
         if browser is not None:
-            with TemporaryDirectory() as folder, _child(_opened(browser, folder, url)):
+            with TemporaryDirectory() as folder, child(_opened(browser, folder, url)):
                 counts["streams"] = _followed(url)
                 yield counts
             return
-        with _child([sys.executable, "-m", "kvstore.tools.bench_page_worker", url]) as page:
-            _line(page)
+        with child([sys.executable, "-m", "kvstore.tools.bench_page_worker", url]) as page:
+            first_line(page)
             yield counts
             told, _ = page.communicate("")
             counts.update(json.loads(told.strip().splitlines()[-1]))
-
-
-@contextlib.contextmanager
-def _child(line: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended with the block. Its output is empty unless it speaks to us."""
-    with subprocess.Popen(
-        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as child:
-        try:
-            yield child
-        finally:
-            child.terminate()
-
-
-def _line(child: subprocess.Popen[str]) -> str:
-    """What a child says first. Raises MissingExtraError where it ended instead."""
-    assert child.stdout is not None
-    said = child.stdout.readline()
-    if not said:
-        raise MissingExtraError(
-            "kvstore serve did not start", 'see why with kvstore serve; it needs the extra: pip install ".[serve]"'
-        )
-    return said
 
 
 def _followed(url: str) -> int:

@@ -37,7 +37,7 @@ KEYS: dict[str, set[str]] = {
     "bench resume": {"ram_over_limit", "nvme_over_limit", "decode_over_stock", "save_overhead"},
     "bench decode": {"points", "kv_bytes_a_token"},
     "bench index": {"match", "reserve_publish", "victims"},
-    "bench commands": {"entries", "commands", "late"},
+    "bench commands": {"entries", "commands", "late", "stats"},
     "bench tiers": {"ram", "nvme"},
     "bench page": {"page_over_none", "page"},
 }
