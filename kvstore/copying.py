@@ -33,11 +33,14 @@ class Job(Future[T]):
         """Do the work, unless it is done, being done, or cancelled. Errors come up where the result is asked for.
 
         A Ctrl-C at any moment ends it, as an error of the work: who waits for a claimed job must not wait for ever.
+        What the work holds, such as a request's buffer, is let go of before anybody hears that it is done.
         """
         mine = object()
         try:
             if self._claim.setdefault("by", mine) is mine and self.set_running_or_notify_cancel():
-                self.set_result(self._work())
+                result = self._work()
+                del self._work
+                self.set_result(result)
         except BaseException as error:
             if self._claim.get("by") is not mine or self.done():
                 raise

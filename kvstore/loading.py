@@ -97,6 +97,7 @@ class Loader:
                 if promotion is not None:
                     promotion.finish(now)
                     outcome.seconds[promotion.tier.name] = time.perf_counter() - began
+        self._ram.expect_use(pieces[at].entry.ref for at in memory)
         self._discard_damaged(pieces, outcome)
         return outcome
 

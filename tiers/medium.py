@@ -110,8 +110,8 @@ class MappedMedium:
     """Segments on tmpfs, mapped into the process and shared with every other.
 
     mapped, unmapped: told of mappings. join_first: only when their pages have been joined, by another thread; for
-    those that keep them where they are. Else pages are joined once a disk reads into them: it costs as much as filling
-    them (more where a virtual machine must first be given the memory), and saves alone gain little.
+    those that keep them where they are. Else pages are joined once it is seen to pay (`RamTier.expect_use` and
+    `expect_reads`): it costs as much as filling them, more where a virtual machine must first be given the memory.
     """
 
     def __init__(

@@ -41,6 +41,12 @@ class RamTier(SlottedTier):
             for begin, run in join_runs(refs, limit)
         ]
 
+    def expect_use(self, refs: Iterable[SlotRef]) -> None:
+        """What was read once is read again, and its slots are written over when they come to be free: the pages of
+        these segments are joined in the background."""
+        for segment in {ref.segment for ref in refs}:
+            self.medium.join(segment)
+
     def expect_reads(self, refs: Iterable[SlotRef]) -> None:
         """A disk reads into these slots, and into others next: pages are joined in the background, these first."""
         for segment in dict.fromkeys((*(ref.segment for ref in refs), *self._sizes)):

@@ -190,6 +190,7 @@ def _made(stack: ExitStack, folder: Path, tokens: int, nvme: bool) -> tuple[Subj
     subject = Subject(stack.enter_context(scratch_store(folder)), tokens, nvme)
     stack.callback(subject.store.close)
     subject.save()
+    subject.load()
     time.sleep(SETTLE_S)
     media = stack.enter_context(Media(subject.settings, subject.layout, subject.bytes))
     return subject, media

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -143,3 +144,20 @@ def test_a_save_in_the_background_is_the_same_save(make_store: StoreMaker) -> No
         saved = behind.submit(bench.save, tokens).result()
     assert saved.skipped_blocks == 0
     assert bench.load(tokens).tokens == 100
+
+
+class Buffer:
+    """Memory of a request, for as long as anybody holds it."""
+
+
+def test_a_job_lets_go_of_its_work_before_anybody_hears_that_it_is_done() -> None:
+    buffer, seen = Buffer(), []
+    held = weakref.ref(buffer)
+    job = Job(lambda given=buffer: id(given))
+    job.add_done_callback(lambda done: seen.append(held() is None))
+    del buffer
+    assert held() is not None
+    job.run()
+    assert seen == [True]
+    job.run()  # once is enough
+    assert isinstance(job.result(), int)

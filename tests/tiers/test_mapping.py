@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.kv import Bytes
+import kvstore
+from kvstore.kv import Bytes, HostKV
+from kvstore.layout import Layout
 from kvstore.tiers import mapping
 from kvstore.tiers.mapping import HUGE_PAGE, HugePages, huge_pieces, join_pages, map_file
 from kvstore.tiers.medium import MappedMedium, allocate_file
@@ -183,13 +185,21 @@ def test_pieces_in_use_are_tried_again_and_only_they(shm: Path, monkeypatch: pyt
     assert tried == [0, 1, 2, 1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_of_who_is_told_ends_in_no_wait(shm: Path) -> None:
+def test_an_error_of_who_is_told_ends_in_no_wait(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, heard = [], threading.Event()
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        said.append(error.exc_type)
+        heard.set()
+
     def told(memory: Bytes) -> None:
         raise ValueError("not now")
 
+    monkeypatch.setattr(threading, "excepthook", hook)
     pages = HugePages(told)
     pages.add(mapped(shm, 1, seed=9))
+    assert heard.wait(30)
+    assert said == [ValueError]
     closing = threading.Thread(target=pages.close)
     closing.start()
     closing.join(30)
@@ -243,3 +253,24 @@ def test_what_is_withdrawn_or_closed_meanwhile_is_told_to_nobody(shm: Path, monk
     assert told.mappings[0] is last
     pages.add(under_way)  # after the end: nothing happens
     assert len(told.mappings) == 1
+
+
+def test_what_is_loaded_from_memory_is_joined_and_what_is_only_saved_is_not(shm: Path, tmp_path: Path) -> None:
+    joined(mapped(shm, 1, seed=2))
+    layout = Layout.uniform(layers=2, heads=4, k_dim=64, block_tokens=256)
+    sizes = {"ram": "64MiB", "nvme": 0, "ram_directory": shm, "ram_segment_bytes": 8 << 20}
+    with kvstore.open(tmp_path / "store", **sizes) as store:
+        space, tokens = store.namespace(layout), np.arange(1024, dtype=np.uint32)
+        array = np.ones((2, 2, 4, 1024, 64), np.float32)
+        assert store.save(space, tokens, HostKV.stacked(layout, array)).new_blocks == 4
+        ram = store._core.ram
+        windows = [ram.medium.window(known.number, known.size) for known in ram.segment_list() if known.slots]
+        assert sum(map(huge_bytes, windows)) == 0
+        assert store.load(store.match(space, tokens), HostKV.stacked(layout, np.zeros_like(array))).tokens == 1024
+        deadline = time.monotonic() + 30
+        while not sum(map(huge_bytes, windows)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sum(map(huge_bytes, windows)) > 0
+        again = np.zeros_like(array)
+        assert store.load(store.match(space, tokens), HostKV.stacked(layout, again)).tokens == 1024
+        np.testing.assert_array_equal(again, array)
