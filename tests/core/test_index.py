@@ -236,7 +236,7 @@ def test_a_truncated_file_is_refused(shm: Path, keep: int) -> None:
         Index(shm / "index", SIZE, durable=True, name="test")
 
 
-@pytest.mark.parametrize("content", [b"not an index", b"\0", os.urandom(64)])
+@pytest.mark.parametrize("content", [b"not an index", b"\0", bytes(range(7, 256, 3))])
 def test_a_foreign_file_is_refused(shm: Path, content: bytes) -> None:
     (shm / "index").mkdir()
     (shm / "index" / "data.mdb").write_bytes((content * (SIZE // len(content) + 1))[:SIZE])
