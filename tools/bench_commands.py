@@ -57,6 +57,8 @@ STATS = Target(0.02, at_most=True)
 """Median seconds in which stats should be there."""
 ASKED, BETWEEN_S = 100, 0.05
 """So many times, so far apart: a server's own looks at the store fall between."""
+EACH = "{each}"
+"""Stands for the number of a run: what one has made is taken away by another command's run of that number."""
 LABEL, SALT, NAME = "bench", "theirs", "rules"
 
 Step = Callable[[str, int, int | None], None]
@@ -103,7 +105,7 @@ def measure(entries: int, repeats: int, folder: Path, step: Step) -> dict[str, A
         found: dict[str, Any] = {}
         for done, (name, words) in enumerate(lines.items()):
             step(f"run: {name}", done, len(lines))
-            runs = [_run(path, words) for _ in range(repeats)]
+            runs = [_run(path, [word.replace(EACH, str(number)) for word in words]) for number in range(repeats)]
             if failed := [run for run in runs if run.code not in _codes(name)]:
                 problem = f"kvstore {' '.join(words)} ended with {failed[0].code}: {failed[0].error.strip()}"
                 raise KVStoreError(problem, "this is a defect of the benchmark: report it")
@@ -151,8 +153,8 @@ def _lines(folder: Path) -> dict[str, Sequence[str]]:
         "show IDS": ["show", ids],
         "explain IDS": ["explain", new],
         "explain FILE": ["explain", str(prompt)],
-        "pin": ["pin", ids, "--name", "second"],
-        "unpin": ["unpin", "second"],
+        "pin": ["pin", ids, "--name", f"second-{EACH}"],
+        "unpin": ["unpin", f"second-{EACH}"],
         "top": ["top", "--count", "1", "--every", "0.1"],
         "savings": ["savings"],
         "quota": ["quota"],

@@ -23,7 +23,7 @@ SMALLER: dict[str, list[str]] = {
     "bench resume": ["--tokens", "128", "--cold-tokens", "64", "--pairs", "5"],
     "bench decode": ["--tokens", "300", "--threads", "1"],
     "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
-    "bench commands": ["--entries", "1025", "--repeats", "1"],
+    "bench commands": ["--entries", "1025", "--repeats", "2"],
     "bench tiers": ["--tokens", "256", "--pairs", "5"],
     "bench page": ["--tokens", "128", "--pairs", "5", "--seconds", "0.3"],
 }
