@@ -7,10 +7,12 @@ that stands for ``/``. Must not know what a store is, beyond which filesystems c
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import re
 import secrets
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -225,23 +227,15 @@ def supports_o_direct(directory: Path) -> bool:
 
     Raises PathError for every failure that does not mean 'not on this filesystem'.
     """
-    probe = directory / f".o_direct-{secrets.token_hex(8)}"
     try:
-        descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise _path_error(directory, error) from error
-        probe.unlink(missing_ok=True)  # the refused open may have made the file all the same
-        return False
-    try:
-        probe.unlink()
-        return _direct_round_trip(descriptor)
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:  # nameless, so that no death can leave it
+            flags = fcntl.fcntl(probe, fcntl.F_GETFL)
+            fcntl.fcntl(probe, fcntl.F_SETFL, flags | os.O_DIRECT)
+            return _direct_round_trip(probe.fileno())
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise _path_error(directory, error) from error
         return False
-    finally:
-        os.close(descriptor)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

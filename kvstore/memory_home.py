@@ -21,14 +21,17 @@ _NAME = re.compile(r"kvstore-\d+-[0-9a-f]{32}")
 
 
 class MemoryHome:
-    """A store's directory under ``ram_directory``, held as long as the store is open."""
+    """A store's directory under ``ram_directory``, held as long as the store is open.
+
+    To be made under the store's opening lock.
+    """
 
     def __init__(self, ram_directory: Path, store: Path, identity: bytes) -> None:
         self.path = ram_directory / ram_name(store, identity)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         card = {"store": os.fspath(store.resolve()), "id": identity.hex(), "mounts": _mount_namespace()}
-        fresh = self.path / f".{HOME}.{os.getpid()}"
         if not (self.path / HOME).exists():
+            fresh = self.path / f"{HOME}.new"  # one name, so that what a dead process left of it is used up here
             fresh.write_text(json.dumps(card))
             fresh.chmod(0o600)
             fresh.rename(self.path / HOME)

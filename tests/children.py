@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,42 @@ def die_at(target: str, when: str, tier: str | None, nth: int) -> None:
     setattr(owner, last, dying)
 
 
+def die_when_files_change(places: list[Path], nth: int) -> None:
+    """Let this process die at the ``nth`` call of the system's after which something in these places has changed."""
+    last, seen = files_in(places), 0
+
+    def watch(_frame: FrameType, event: str, called: Any) -> None:
+        nonlocal last, seen
+        if event != "c_return" or called.__name__ in ("fspath", "stat", "lstat"):
+            return
+        if (getattr(called, "__module__", None) or type(called.__self__).__module__) in ("posix", "io", "_io"):
+            now = files_in(places)
+            if now != last:
+                last, seen = now, seen + 1
+                if seen == nth:
+                    os._exit(KILLED)
+
+    sys.setprofile(watch)
+
+
+def files_in(places: list[Path]) -> dict[str, tuple[int, int, int]]:
+    """Every file and directory there: its mode, size and allocated blocks."""
+    found: dict[str, tuple[int, int, int]] = {}
+    waiting = [os.fspath(place) for place in places]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            entries = list(os.scandir(directory))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            found[entry.path] = (status.st_mode, status.st_size, status.st_blocks)
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+    return found
+
+
 def live(store: Store) -> None:
     """A life that comes by every place where a process can die."""
     plain, narrow = SPEAKERS[0], SPEAKERS[3]
@@ -210,6 +246,10 @@ class Nursery:
         """The exit status of a process that lives until it comes to a point of `die_at`."""
         return int(self._child.do("die", path=str(path), memory=str(memory), point=point))
 
+    def death_in_opening(self, path: Path, memory: Path, nth: int, **settings: Any) -> int:
+        """The exit status of a process that opens and closes, and dies after so many changes of the store's files."""
+        return int(self._child.do("die opening", path=str(path), memory=str(memory), nth=nth, settings=settings))
+
     def close(self) -> None:
         """End the nursery."""
         self._child.end()
@@ -232,10 +272,13 @@ def nurse() -> None:
                 die_at(*given["point"])
                 with open_small(path, memory) as store:
                     live(store)
+            elif verb == "die opening":
+                die_when_files_change([path, memory], given["nth"])
+                open_small(path, memory, **given["settings"]).close()
             else:
                 churn(path, memory, given["seed"], 600.0, given["settings"])
             os._exit(0)
-        answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if verb == "die" else pid
+        answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if verb.startswith("die") else pid
         print(json.dumps(answer), flush=True)
 
 
