@@ -11,10 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
 from kvstore.events import Events, Fault, Moved, Notice, Skipped
@@ -25,17 +25,17 @@ from kvstore.slots import SlotRef
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
-from kvstore.tiers.reservation import Reserved
 
+RESERVE_BATCHES, AHEAD = 4, 2
+"""Batches that get their slots by one commit, and how many of them are left when the next get theirs. A commit to the
+index of a disk that is being written lasts as long as the write: there is time for one a batch, which publishes."""
 FAULTS_BEFORE_PAUSE = 3
 PAUSE_S = 30.0
-_T = TypeVar("_T")
 Written: TypeAlias = list[tuple[Placement, bytes]]
 """Blocks whose slots hold them now, with their checksums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A block in `ram` that `nvme` should have. now: when it was last used, `boottime_ns`."""
 
     name: BlockName
@@ -48,10 +48,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks on their way: what was reserved for them, and the write, which gives what was written, with checksums."""
+    """Blocks on their way: the slots they have got, and the write, which gives what was written, with checksums."""
 
-    moves: list[Move]
-    reserved: Reserved
+    pairs: list[tuple[Placement, Move]]
     written: Future[Written]
     epoch: int
     now: int
@@ -61,7 +60,7 @@ class _Batch:
 class Mover:
     """Copies from `ram` to `nvme`. write: runs writes, one after the other, in another thread.
 
-    batch_bytes: moved at once; queue_bytes: what may wait.
+    batch_bytes: written at once; queue_bytes: what may wait for slots.
     """
 
     def __init__(
@@ -80,6 +79,7 @@ class Mover:
         self._batch_bytes, self._queue_bytes = batch_bytes, queue_bytes
         self._queue: deque[Move] = deque()
         self._queued = 0
+        self._under_way: deque[_Batch] = deque()
         self._busy = False
         self._stopping = False
         self._faults = 0
@@ -148,38 +148,41 @@ class Mover:
         self._thread.join()
 
     def _halt(self) -> int:
-        """Have the thread end after what is under way; returns how many blocks are left."""
+        """Have the thread end after what is being written; returns how many blocks wait for slots."""
         with self._changed:
             self._stopping = True
+            for batch in self._under_way.copy():
+                batch.written.cancel()
             left, self._queued = len(self._queue), 0
             self._queue.clear()
             self._changed.notify_all()
         return left
 
     def _run(self) -> None:
-        """Take a batch and begin to write it, then finish the one before: the disk never waits for the index."""
-        under_way: _Batch | None = None
+        """Have batches written before the last are done, and finish the oldest: the disk never waits for the index."""
+        under_way = self._under_way
         while True:
             with self._changed:
-                while under_way is None and not (self._stopping or (self._queue and not self.paused)):
+                while not under_way and not (self._stopping or (self._queue and not self.paused)):
                     self._changed.wait(self._wait())
-                if self._stopping and under_way is None:
+                if self._stopping and not under_way:
                     return
-                moves = self._take() if self._queue and not (self.paused or self._stopping) else []
-                self._busy = bool(moves) or under_way is not None
-            begun = self._guarded(len(moves), lambda: self._begin(moves)) if moves else None  # noqa: B023
-            if under_way is not None:
-                batch = under_way
-                self._guarded(len(batch.moves), lambda: self._finish(batch))  # noqa: B023
-            under_way = begun
+                more = self._queue and len(under_way) <= AHEAD and not (self.paused or self._stopping)
+                moves = self._take() if more else []
+                self._busy = True
+            if moves:
+                self._guarded(len(moves), partial(self._begin, moves))
+            if under_way:
+                batch = under_way.popleft()
+                self._guarded(len(batch.pairs), partial(self._finish, batch))
             with self._changed:
-                self._busy = under_way is not None
+                self._busy = bool(under_way)
                 self._changed.notify_all()
 
-    def _guarded(self, blocks: int, step: Callable[[], _T]) -> _T | None:
-        """What a step gives; None when it failed, which is told."""
+    def _guarded(self, blocks: int, step: Callable[[], None]) -> None:
+        """Do a step; when it fails, that is told."""
         try:
-            return step()
+            step()
         except (BusyError, ClosedError) as error:
             self._events.emit(Skipped(self._nvme.name, "busy", blocks))
             self._events.emit(Fault(self._nvme.name, "move", error.problem))
@@ -187,27 +190,29 @@ class Mover:
             self._fault(error, blocks)
         except Exception as error:  # noqa: BLE001  the mover must outlive anything, and say so
             self._fault(StorageError(repr(error), ""), blocks)
-        return None
 
     def _wait(self) -> float | None:
         """Nobody tells of the end of a pause; what was queued during one waits for it."""
         return max(0.05, self._paused_until - time.monotonic()) if self._queue else None
 
     def _take(self) -> list[Move]:
-        """The oldest moves that go together: one slot size, one namespace, one batch's bytes."""
-        batch = [self._queue.popleft()]
-        size = batch[0].slot_bytes
-        while self._queue and size + self._queue[0].slot_bytes <= self._batch_bytes:
+        """The oldest moves that go together: one slot size, one namespace, a few batches' bytes."""
+        first = self._queue[0]
+        together: list[Move] = []
+        while self._queue and len(together) < RESERVE_BATCHES * self._batch_blocks(first):
             following = self._queue[0]
-            if following.slot_bytes != batch[0].slot_bytes or following.record.root != batch[0].record.root:
+            if following.slot_bytes != first.slot_bytes or following.record.root != first.record.root:
                 break
-            batch.append(self._queue.popleft())
-            size += following.slot_bytes
-        self._queued -= size
-        return batch
+            together.append(self._queue.popleft())
+        self._queued -= len(together) * first.slot_bytes
+        return together
 
-    def _begin(self, moves: list[Move]) -> _Batch:
-        """Reserve slots, and have them written."""
+    def _batch_blocks(self, move: Move) -> int:
+        """How many blocks of this size are written at once."""
+        return max(1, self._batch_bytes // move.slot_bytes)
+
+    def _begin(self, moves: list[Move]) -> None:
+        """Reserve slots, and have them written, batch by batch."""
         began = time.perf_counter()
         first = moves[0]
         space = self._nvme.space(first.record)
@@ -217,36 +222,50 @@ class Mover:
         reserved = self._nvme.reserve([move.name for move in moves], space, first.slot_bytes, epoch, now=now)
         pairs = [(placement, named[placement.name.index_key]) for placement in reserved.placed]
         try:
+            known = {entry.key for entry in reserved.known}
+            self._mark([move for move in moves if move.name.key in known], CLEAN)
             if reserved.left:
                 reason = "quota" if reserved.over_quota else "full"
                 self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
                 self._mark([named[name.index_key] for name in reserved.left], REFUSED)
-            written = self._run_write(partial(self._write, pairs, first.slot_bytes))
-        except BaseException:
-            self._nvme.abandon(reserved.placed)
-            raise
-        return _Batch(moves, reserved, written, epoch, now, began)
+            count = self._batch_blocks(first)
+            while pairs and not self._stopping:
+                written = self._run_write(partial(self._write, pairs[:count], first.slot_bytes))
+                self._under_way.append(_Batch(pairs[:count], written, epoch, now, began))
+                del pairs[:count]
+        finally:
+            self._give_back(pairs)
 
     def _finish(self, batch: _Batch) -> None:
         """When a batch is written: publish it, and flag its `ram` slots as clean."""
-        first, reserved = batch.moves[0], batch.reserved
+        placed = [placement for placement, _ in batch.pairs]
         try:
             done = batch.written.result()
             published = self._nvme.publish(done, self._purge.newer(batch.epoch), now=batch.now)
+        except CancelledError:
+            self._give_back(batch.pairs)
+            return
         except BaseException:
-            self._nvme.abandon(reserved.placed)
+            self._nvme.abandon(placed)
             raise
         kept = {placement.ref for placement in published}
-        self._nvme.abandon([placement for placement in reserved.placed if placement.ref not in kept])
-        clean = {placement.name.key for placement in published} | {entry.key for entry in reserved.known}
-        self._mark([move for move in batch.moves if move.name.key in clean], CLEAN)
+        self._nvme.abandon([placement for placement in placed if placement.ref not in kept])
+        self._mark([move for placement, move in batch.pairs if placement.ref in kept], CLEAN)
         self._faults = 0
         if published:
+            first = batch.pairs[0][1]
             size, now = len(published) * first.payload_bytes, time.perf_counter()
             seconds = now - max(batch.began, self._finished)  # batches overlap; no second is counted twice
             root = first.record.root
             self._events.emit(Moved(self._ram.name, self._nvme.name, len(published), size, seconds, root))
         self._finished = time.perf_counter()
+
+    def _give_back(self, pairs: Sequence[tuple[Placement, Move]]) -> None:
+        """Of blocks that are not written since the store closes, or nothing can be written: their slots."""
+        if pairs:
+            self._nvme.abandon([placement for placement, _ in pairs])
+            if self._stopping:
+                self._events.emit(Skipped(self._nvme.name, "closing", len(pairs)))
 
     def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> Written:
         """Write slot images straight from `ram`; those that changed under the write are left out."""

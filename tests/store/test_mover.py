@@ -16,6 +16,9 @@ from kvstore.layout import Layout
 from kvstore.policy import CLEAN, REFUSED
 from kvstore.rescan import dirty_moves
 from kvstore.tiers import segments
+from kvstore.tiers.fault import Effect, FaultMedium, FaultRule, Operation
+from kvstore.tiers.medium import Medium
+from kvstore.tiers.throttle import ThrottleMedium
 
 LAYOUT = Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
 
@@ -96,3 +99,57 @@ def test_what_a_quota_keeps_out_of_nvme_is_not_offered_again(tmp_path: Path, mem
         assert sum(refused) == 20
         assert sum(event.blocks for event in told if isinstance(event, Moved)) == 10
         assert store.verify().ok
+
+
+def test_batches_reserved_ahead_and_not_begun_are_given_back_when_the_store_must_close(
+    tmp_path: Path, memory: Path
+) -> None:
+    """Their blocks stay in `ram`, and the next process moves them."""
+    told: list[Event] = []
+
+    def slow(medium: Medium) -> Medium:
+        return ThrottleMedium(medium, latency_s=0.5) if medium.name == "nvme" else medium
+
+    store = open_store(tmp_path, memory, mover_batch_bytes="64KiB", wrap=slow)
+    store.events.subscribe(told.append)
+    tokens = save(store, store.namespace(LAYOUT), 1, 40)  # eight batches of five
+    mover = store._core.mover
+    assert mover is not None
+    while not any(isinstance(event, Moved) for event in told):
+        time.sleep(0.01)
+    assert mover.close(0.0) is False
+    moved = sum(event.blocks for event in told if isinstance(event, Moved))
+    left = sum(event.blocks for event in told if isinstance(event, Skipped) and event.reason == "closing")
+    assert moved + left == 40
+    assert left >= 20, "a close that must end waits for what is being written, not for what is planned"
+    assert store.verify().problems == []
+    store.close()
+    with open_store(tmp_path, memory) as again:
+        assert again.verify().problems == []
+        deadline = time.monotonic() + 30
+        while dirty_moves(again._core.ram, 1) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        again.evict(everything=True, tier="ram")
+        assert again.match(again.namespace(LAYOUT), tokens).by_tier == {"nvme": 640}
+
+
+def test_a_batch_that_fails_costs_those_reserved_with_it_nothing(tmp_path: Path, memory: Path) -> None:
+    told: list[Event] = []
+
+    def broken(medium: Medium) -> Medium:
+        if medium.name != "nvme":
+            return medium
+        return FaultMedium(medium, [FaultRule(Operation.WRITE, Effect.EIO, first=2, times=1)])
+
+    with open_store(tmp_path, memory, mover_batch_bytes="64KiB", wrap=broken) as store:
+        store.events.subscribe(told.append)
+        tokens = save(store, store.namespace(LAYOUT), 1, 20)  # four batches of five, by one reservation
+        assert store.flush(30)
+        assert sum(event.blocks for event in told if isinstance(event, Moved)) == 15
+        assert [event.blocks for event in told if isinstance(event, Skipped) and event.reason == "fault"] == [5]
+        assert store.verify().problems == []
+        deadline = time.monotonic() + 30
+        while dirty_moves(store._core.ram, 1) and time.monotonic() < deadline:
+            time.sleep(0.05)  # found again, and moved
+        store.evict(everything=True, tier="ram")
+        assert store.match(store.namespace(LAYOUT), tokens).by_tier == {"nvme": 320}
