@@ -206,15 +206,15 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         space = self.kv.namespace(speaker.layout, salt=speaker.salt)
         found = self.kv.match(space, tokens)
         try:
-            self.kv.pin(name, space, tokens)
-        except NotFoundError:
-            assert not found.tokens
+            record = self.kv.pin(name, space, tokens)
+        except NotFoundError:  # what was found has gone since: a bad block is dropped in the background
+            assert not self.kv.match(space, tokens).tokens
         except BudgetError:
             assert found.tokens
         else:
             self.pinned.pop(name, None)
             if not self.broken and not self.damaged:
-                self.pinned[name] = (speaker, tokens[: found.tokens])
+                self.pinned[name] = (speaker, tokens[: len(record.tokens) // 4])
 
     def unpin(self, name: str) -> None:
         if name in self.kv.names():
