@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import DamagedError
 from kvstore.identity import KEY_BYTES, Chain
@@ -52,8 +53,7 @@ def family_key(ancestor: bytes, depth: int, parent: bytes, part: Part) -> bytes:
     return _PREFIX.pack(ancestor[:_SHORT], depth, parent[:_SHORT], part.group, part.shard)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockName:
+class BlockName(NamedTuple):
     """What identifies a block part in the index: its index key, the tokens past the key's cut, its full key.
 
     rest: tokens past `KEY_TOKENS`, as big-endian u32. tokens: how many there are in all.
@@ -84,8 +84,7 @@ def block_names(chain: Chain, part: Part, first: int = 0, stop: int | None = Non
     return names
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A block part as a tier's index has it.
 
     namespace: the tier's own number of it. epoch: the purge epoch its writer knew. checksum: of the payload, zero

@@ -7,7 +7,8 @@ or waits. That is the *plan* and the *commit* of plan → execute → commit; ti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvstore.records import (
     BlockName,
@@ -26,8 +27,7 @@ DOOMED = 2**64 - 1
 """Epoch of a block that was purged while it was being written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """A block that its writer has a slot for: WRITING until it is published or abandoned.
 
     generation: what the slot's must be once the writer has bumped it. epoch: the purge epoch known when it was
@@ -159,7 +159,7 @@ def remove(
             removal.drop(index_key, entry)
             gone.append(entry)
         elif doom:
-            txn.put(Database.BLOCKS, index_key, replace(entry, epoch=DOOMED).pack())
+            txn.put(Database.BLOCKS, index_key, entry._replace(epoch=DOOMED).pack())
     removal.flush()
     return gone
 

@@ -34,11 +34,14 @@ class Nearest:
 
 def find(txn: Transaction, names: Sequence[BlockName]) -> list[Entry | None]:
     """Entries of blocks, WRITING ones included; the full key is compared."""
-    found: list[Entry | None] = []
-    for name, raw in zip(names, txn.get_many(Database.BLOCKS, [name.index_key for name in names]), strict=True):
-        entry = Entry.unpack(raw) if raw is not None else None
-        found.append(entry if entry is not None and entry.key == name.key else None)
-    return found
+    raws = txn.get_many(Database.BLOCKS, [name.index_key for name in names])
+    return [entry_of(raw, name) for raw, name in zip(raws, names, strict=True)]
+
+
+def entry_of(raw: bytes | None, name: BlockName) -> Entry | None:
+    """The entry of a block, out of what is stored under its index key: that may be another block's with that key."""
+    entry = Entry.unpack(raw) if raw is not None else None
+    return entry if entry is not None and entry.key == name.key else None
 
 
 def nearest(txn: Transaction, chain: Chain, part: Part, index: int, tokens: int) -> Nearest | None:

@@ -14,7 +14,7 @@ from kvstore.records import BlockName, Entry, Tombstone, ready_record, slot_key
 from kvstore.slots import SlotRef, SlotRun, choose_runs
 from kvstore.states import State, Step, after
 from kvstore.tiers.ledger import Bitmaps, Placement, Removal, Usages, get_segment, own
-from kvstore.tiers.lookup import find
+from kvstore.tiers.lookup import entry_of
 from kvstore.transaction import Database, Transaction
 
 
@@ -150,10 +150,12 @@ def abandon(txn: Transaction, owner: bytes, placements: Iterable[Placement]) -> 
 def _unknown(txn: Transaction, wants: Sequence[BlockName], result: Reserved) -> list[BlockName]:
     """Wanted blocks that are not there; those that are, or are being written, are noted in the result."""
     fresh: dict[bytes, BlockName] = {}
-    for name, entry in zip(wants, find(txn, wants), strict=True):
+    raws = txn.get_many(Database.BLOCKS, [name.index_key for name in wants])
+    for name, raw in zip(wants, raws, strict=True):
+        entry = entry_of(raw, name)
         if entry is not None and entry.state is State.READY:
             result.known.append(entry)
-        elif entry is not None or name.index_key in fresh or txn.get(Database.BLOCKS, name.index_key) is not None:
+        elif raw is not None or name.index_key in fresh:
             result.writing += 1
         else:
             fresh[name.index_key] = name
