@@ -105,10 +105,11 @@ def decode(
 def tiers(
     tokens: Annotated[int, typer.Option(help="Tokens that are saved and loaded at once; 46,080 bytes each.")] = 4096,
     pairs: PairsOption = PAIRS,
+    stores: Annotated[int, typer.Option(help="Stores, each made anew, with so many pairs each.", min=1)] = 5,
     path: FolderOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """Saves and loads of ram and nvme beside memcpy and the raw disk. Takes half a minute.
+    """Saves and loads of ram and nvme beside memcpy and the raw disk. Takes a minute and a half.
 
     Example:
 
@@ -117,7 +118,7 @@ def tiers(
     from kvstore.tools.bench_tiers import measure
 
     with terminal.progress() as step:
-        figures = measure(tokens, pairs, folder_on_disk(path), step)
+        figures = measure(tokens, pairs, stores, folder_on_disk(path), step)
     rows = [_row(name, found, found.get("ratio")) for name, found in figures["figures"].items()]
     _show(figures, "Tiers beside their media", rows, as_json)
 
@@ -211,13 +212,13 @@ def commands(
 
 
 def vllm(
-    rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 8,
-    pairs: PairsOption = PAIRS,
+    rounds: Annotated[int, typer.Option(help="Prompts whose first tokens are timed in every way.", min=PAIRS_MIN)] = 16,
+    pairs: PairsOption = 16,
     model: Annotated[Path | None, typer.Option(help="A folder with a model.", show_default=False)] = None,
     path: FolderOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """First tokens of a vLLM engine from the store beside its own cache, and the cost of misses. Takes eight minutes.
+    """First tokens of a vLLM engine from the store beside its own cache, and the cost of misses. Takes twelve minutes.
 
     Needs vLLM: run it from the environment that `tools/test --vllm` makes.
 

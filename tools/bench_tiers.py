@@ -1,7 +1,9 @@
 """How close `ram` and `nvme` come to memory and disk: saves, loads, reads and writes beside the machine's own rates.
 
 Ours and the limit alternate in one process over the same number of bytes, with the same threads. What the store does
-besides moving bytes (keys, index, checksums, promotion) is in our time. Must not know models.
+besides moving bytes (keys, index, checksums, promotion) is in our time. Which pages of memory and which blocks of a
+disk one happens to get makes a difference, so both sides have the same ones, and there are several stores, each made
+anew. Must not know models.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ import numpy as np
 import kvstore
 from kvstore.errors import KVStoreError
 from kvstore.events import Event, Moved
-from kvstore.kv import HostKV
+from kvstore.header import HEADER_BYTES, slot_bytes
+from kvstore.kv import Bytes, HostKV
 from kvstore.layout import Layout
+from kvstore.records import block_names
 from kvstore.settings import Settings
 from kvstore.sizes import MIB
-from kvstore.tiers.medium import aligned_buffer
+from kvstore.slots import SlotRef
+from kvstore.tiers.medium import aligned_buffer, segment_path
+from kvstore.tiers.slotted import SlottedTier
 from kvstore.tools.media import Media
 from kvstore.tools.ratios import Paired, Target, alternate, figure, paired
 from kvstore.tools.scratch import scratch_store
@@ -114,10 +120,34 @@ class Subject:
             )
         return time.perf_counter() - min(self.moves.begun)
 
-    def emptied(self, limit: Callable[[], float]) -> float:
-        """``limit``, with nothing in `ram`: it may use its slots."""
-        self.store.evict(everything=True, tier="ram")
+    def emptied(self, limit: Callable[[], float], tier: str | None = None) -> float:
+        """``limit``, with nothing in a tier, or in any: it may use its slots."""
+        self.store.evict(everything=True, tier=tier)
         return limit()
+
+    def places(self, tier: SlottedTier) -> list[SlotRef]:
+        """The slots of a tier in which the last conversation is."""
+        chain, part = self.store.match(self.space, self.ids()).chain, next(iter(self.layout.parts()))
+        found = [entry.ref for entry in tier.find(block_names(chain, part)) if entry is not None]
+        self._expect(len(found) * self.layout.block_tokens, f"in {tier.name}")
+        return found
+
+    def images(self) -> list[Bytes]:
+        """The memory of these slots in `ram`."""
+        ram, size = self.store._core.ram, slot_bytes(self.layout.payload_bytes())
+        return [ram.slot(ref, size) for ref in self.places(ram)]
+
+    def memory(self) -> tuple[Bytes, Bytes, list[Bytes]]:
+        """What a save copies from, what a load copies to, and the payloads' memory in `ram`."""
+        end = HEADER_BYTES + self.layout.payload_bytes()
+        payloads = [image[HEADER_BYTES:end] for image in self.images()]
+        return self._source.reshape(-1).view(np.uint8), self._target.reshape(-1).view(np.uint8), payloads
+
+    def disk(self) -> Path:
+        """The segment of `nvme` in which it is, or begins."""
+        nvme = self.store._core.nvme
+        assert nvme is not None
+        return segment_path(nvme.directory, self.places(nvme)[0].segment)
 
     def check(self) -> None:
         """Raises KVStoreError unless the last load gave the bytes that were saved."""
@@ -132,34 +162,63 @@ class Subject:
             )
 
 
-def measure(tokens: int, pairs: int, folder: Path, step: Callable[[str, int, int | None], None]) -> dict[str, Any]:
-    """All figures. folder: on the disk to be measured; nothing stays there."""
-    found: dict[str, Paired] = {}
+@dataclass(slots=True)
+class Samples:
+    """What was measured of all stores. pairs: seconds of ours and of the limit, by figure. alone: a limit's own."""
+
+    pairs: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    alone: dict[str, list[float]] = field(default_factory=dict)
+    cpu: list[float] = field(default_factory=list)
+
+
+def measure(
+    tokens: int, pairs: int, stores: int, folder: Path, step: Callable[[str, int, int | None], None]
+) -> dict[str, Any]:
+    """All figures. pairs: of each store. folder: on the disk to be measured; nothing stays there."""
+    samples = Samples()
 
     def compare(name: str, ours: Callable[[], float], limit: Callable[[], float], times: int = 1) -> None:
-        count = times * pairs
-        found[name] = paired(*alternate(ours, limit, count, lambda done: step(name, done, count)), SHARE)
+        ours_s, limit_s = samples.pairs.setdefault(name, ([], []))
+        before, count = len(ours_s), times * pairs
+        for side, more in zip(
+            (ours_s, limit_s),
+            alternate(ours, limit, count, lambda done: step(name, before + done, stores * count)),
+            strict=True,
+        ):
+            side += more
 
-    with ExitStack() as stack:
-        subject, media = _made(stack, folder, tokens, nvme=False)
-        compare("ram.save_over_memcpy", subject.save, media.copy_in, MEMORY_TIMES)
-        compare("ram.load_over_memcpy", subject.load, media.copy_out, MEMORY_TIMES)
-        subject.check()
-    with ExitStack() as stack:
-        subject, media = _made(stack, folder, tokens, nvme=True)
-        private = {"raw_write_private": [media.raw_write() for _ in range(pairs)]}
-        private["raw_read_private"] = [media.raw_read() for _ in range(pairs)]
-        subject.write()
-        subject.read()
-        time.sleep(SETTLE_S)
-        media.use_slots()
-        compare("nvme.write_over_raw", subject.write, lambda: subject.emptied(media.raw_write))
-        subject.write()
-        subject.cpu.clear()
-        compare("nvme.read_over_raw", subject.read, lambda: subject.emptied(media.raw_read))
-        subject.check()
-        cpu = figure(subject.cpu[1:], CPU)
-    size, settings = subject.bytes, subject.settings
+    for _ in range(stores):
+        with ExitStack() as stack:
+            subject, media = _made(stack, folder, tokens, nvme=False)
+            subject.save()  # where all others will be, now that the tier has grown
+            media.use_memory(*subject.memory())
+            compare("ram.save_over_memcpy", subject.save, lambda: subject.emptied(media.copy_in), MEMORY_TIMES)  # noqa: B023
+            subject.save()
+            compare("ram.load_over_memcpy", subject.load, media.copy_out, MEMORY_TIMES)
+            subject.check()
+        with ExitStack() as stack:
+            subject, media = _made(stack, folder, tokens, nvme=True)
+            samples.alone.setdefault("raw_write_private", []).extend(media.raw_write() for _ in range(pairs))
+            samples.alone.setdefault("raw_read_private", []).extend(media.raw_read() for _ in range(pairs))
+            subject.write()
+            subject.read()
+            time.sleep(SETTLE_S)
+            subject.write()  # where all others will be, now that the tiers have grown
+            media.use_slots(subject.images(), subject.disk())
+            compare("nvme.write_over_raw", subject.write, lambda: subject.emptied(media.raw_write))  # noqa: B023
+            subject.write()
+            subject.cpu.clear()
+            compare("nvme.read_over_raw", subject.read, lambda: subject.emptied(media.raw_read, "ram"))  # noqa: B023
+            subject.check()
+            samples.cpu += subject.cpu[1:]
+            direct = media.direct
+    return _figures(samples, subject, direct) | {"pairs": pairs, "stores": stores}
+
+
+def _figures(samples: Samples, subject: Subject, direct: bool) -> dict[str, Any]:
+    """For JSON. subject: any of them."""
+    size, settings, cpu = subject.bytes, subject.settings, figure(samples.cpu, CPU)
+    found: dict[str, Paired] = {name: paired(*both, SHARE) for name, both in samples.pairs.items()}
     figures = {name: both.to_dict() for name, both in found.items()} | {"nvme.cpu_s_per_gb_read": cpu.to_dict()}
     shares: dict[str, dict[str, float]] = {"ram": {}, "nvme": {}}
     for name, both in found.items():
@@ -175,11 +234,10 @@ def measure(tokens: int, pairs: int, folder: Path, step: Callable[[str, int, int
             "memcpy_out": size / figure(found["ram.load_over_memcpy"].limit).median / 1e9,
             "raw_write": size / figure(found["nvme.write_over_raw"].limit).median / 1e9,
             "raw_read": size / figure(found["nvme.read_over_raw"].limit).median / 1e9,
-            **{name: size / figure(seconds).median / 1e9 for name, seconds in private.items()},
+            **{name: size / figure(seconds).median / 1e9 for name, seconds in samples.alone.items()},
         },
         "bytes": size,
-        "pairs": pairs,
-        "o_direct": media.direct,
+        "o_direct": direct,
         "copy_threads": settings.copy_threads,
         "io_threads": settings.io_threads,
         "figures": figures,

@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.errors import PathError
+from kvstore.kv import Bytes
 
 PAGE = 4096
 FILL_BYTES = 8 << 20
@@ -45,7 +45,7 @@ class Memory:
                     self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
             self._map = _mapped(folder / f"limit-{secrets.token_hex(6)}", length)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self.bytes[:] = 1
         self.bytes = self.bytes[:size]
 
@@ -55,23 +55,24 @@ class Memory:
 
 
 class Pieces:
-    """Whole files on tmpfs, mapped, one behind the other: the very memory that a `ram` tier has."""
+    """Memory that lies in several places, as one: what a store has its blocks in."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._maps: list[mmap.mmap] = []
-        for path in files:
-            with path.open("r+b") as file:
-                self._maps.append(mmap.mmap(file.fileno(), 0))
-        self.size = sum(map(len, self._maps))
+    def __init__(self, places: Sequence[Bytes]) -> None:
+        self.places = tuple(places)
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Some bytes, writable, for preadv and pwritev."""
-        found: list[memoryview] = []
-        for piece in self._maps:
-            if start < len(piece) and stop > 0:
-                found.append(memoryview(piece)[max(start, 0) : min(stop, len(piece))])
-            start, stop = start - len(piece), stop - len(piece)
-        return found
+        return [place.data for place in cut(self.places, start, stop)]
+
+
+def cut(places: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
+    """The bytes ``start`` … ``stop`` of several places one behind the other."""
+    found: list[Bytes] = []
+    for place in places:
+        if start < len(place) and stop > 0:
+            found.append(place[max(start, 0) : min(stop, len(place))])
+        start, stop = start - len(place), stop - len(place)
+    return found
 
 
 def _mapped(path: Path, length: int) -> mmap.mmap:
@@ -93,12 +94,16 @@ def shares(total: int, parts: int, unit: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(edges) if b > a]
 
 
-def memcpy(target: Memory, source: Memory, pool: ThreadPoolExecutor, threads: int) -> float:
-    """Seconds to copy ``source`` to ``target`` with ``threads`` threads, each one contiguous span."""
-    spans = shares(min(target.bytes.size, source.bytes.size), threads, PAGE)
+def memcpy(target: Sequence[Bytes], source: Sequence[Bytes], pool: ThreadPoolExecutor, threads: int) -> float:
+    """Seconds to copy ``source`` to ``target`` with ``threads`` threads, each one contiguous span of them.
+
+    Each is in places of the same sizes, in the same order.
+    """
+    spans = shares(sum(map(len, source)), threads, PAGE)
 
     def copy(span: tuple[int, int]) -> None:
-        np.copyto(target.bytes[span[0] : span[1]], source.bytes[span[0] : span[1]])
+        for into, out_of in zip(cut(target, *span), cut(source, *span), strict=True):
+            np.copyto(into, out_of)
 
     return timed(lambda: run_all(pool, copy, spans))
 
@@ -121,7 +126,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 class RawFile:
-    """A preallocated, zero-filled file for direct reads and writes; deleted at the end.
+    """A preallocated, zero-filled file for direct reads and writes; deleted at the end. `over`: one that was there.
 
     ``direct`` tells whether the filesystem took O_DIRECT; where it does not, reads and writes are buffered, as the
     store's are, and a read first drops the file from the page cache.
@@ -131,6 +136,7 @@ class RawFile:
         """Raises PathError when ``size`` bytes (a multiple of 4096) cannot be had in ``folder``."""
         self.size = size
         self.path = folder / f"raw-{secrets.token_hex(6)}"
+        self._made = True
         try:
             self._fd, self.direct = _open_direct(self.path)
         except OSError as error:
@@ -144,6 +150,14 @@ class RawFile:
         except OSError as error:
             self.close()
             raise PathError(f"{size} bytes cannot be written in {folder}: {error}", "free some space") from error
+
+    @classmethod
+    def over(cls, path: Path, size: int) -> Self:
+        """The first ``size`` bytes of a file that is there and stays; `write` destroys what they hold."""
+        there = cls.__new__(cls)
+        there.size, there.path, there._made = size, path, False
+        there._fd, there.direct = _open_direct(path)
+        return there
 
     def write(
         self, memory: Memory | Pieces, block: int, pool: ThreadPoolExecutor, threads: int, batch: int | None = None
@@ -178,9 +192,10 @@ class RawFile:
             os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Close and delete the file."""
+        """Close the file, and delete it if it was made here."""
         os.close(self._fd)
-        self.path.unlink(missing_ok=True)
+        if self._made:
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self

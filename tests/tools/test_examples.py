@@ -24,7 +24,7 @@ SMALLER: dict[str, list[str]] = {
     "bench decode": ["--tokens", "300", "--threads", "1"],
     "bench index": ["--small", "100", "--large", "9000", "--pairs", "5"],
     "bench commands": ["--entries", "1025", "--repeats", "2"],
-    "bench tiers": ["--tokens", "256", "--pairs", "5"],
+    "bench tiers": ["--tokens", "256", "--pairs", "5", "--stores", "1"],
     "bench page": ["--tokens", "128", "--pairs", "5", "--seconds", "0.3"],
 }
 """Arguments added to examples that would take minutes; the last of an option counts."""

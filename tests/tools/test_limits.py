@@ -35,7 +35,7 @@ def test_shares_cover_everything_once_at_unit_boundaries(total: int, parts: int,
 def test_memcpy_copies_every_byte(pool: ThreadPoolExecutor, folder: Path | None) -> None:
     source, target = Memory(3 * PAGE + 5), Memory(3 * PAGE + 5, folder)
     source.bytes[:] = np.random.default_rng(0).integers(0, 256, source.bytes.size, dtype=np.uint8)
-    assert memcpy(target, source, pool, 2) > 0
+    assert memcpy([target.bytes], [source.bytes], pool, 2) > 0
     assert np.array_equal(target.bytes, source.bytes)
 
 
@@ -75,3 +75,12 @@ def test_too_large_a_file_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(PathError, match="cannot be written"):
         RawFile(tmp_path, 1 << 60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_was_there_is_written_over_and_stays(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """Its first bytes are, and no others."""
+    there, memory = tmp_path / "there", Memory(4 * PAGE)
+    there.write_bytes(b"x" * 6 * PAGE)
+    with RawFile.over(there, 4 * PAGE) as raw:
+        assert raw.write(memory, PAGE, pool, 1) > 0
+    assert there.read_bytes() == memory.bytes.tobytes() + b"x" * 2 * PAGE
