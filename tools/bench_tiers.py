@@ -195,6 +195,7 @@ def measure(
             compare("ram.save_over_memcpy", subject.save, lambda: subject.emptied(media.copy_in), MEMORY_TIMES)  # noqa: B023
             subject.save()
             compare("ram.load_over_memcpy", subject.load, media.copy_out, MEMORY_TIMES)
+            subject.load()
             subject.check()
         with ExitStack() as stack:
             subject, media = _made(stack, folder, tokens, nvme=True)
@@ -209,8 +210,9 @@ def measure(
             subject.write()
             subject.cpu.clear()
             compare("nvme.read_over_raw", subject.read, lambda: subject.emptied(media.raw_read, "ram"))  # noqa: B023
-            subject.check()
             samples.cpu += subject.cpu[1:]
+            subject.read()
+            subject.check()
             direct = media.direct
     return _figures(samples, subject, direct) | {"pairs": pairs, "stores": stores}
 
