@@ -109,7 +109,7 @@ def _watched(store: Path, browser: str | None) -> Iterator[dict[str, int]]:
     counts: dict[str, int] = {}
     with served(store) as url:
         if browser is not None:
-            with TemporaryDirectory() as folder, child(_opened(browser, folder, url)):
+            with TemporaryDirectory(ignore_cleanup_errors=True) as folder, child(_opened(browser, folder, url)):
                 counts["streams"] = _followed(url)
                 yield counts
             return

@@ -151,8 +151,9 @@ def _overhead(bench: Bench, plan: Plan, step: Any) -> dict[str, Any]:
 
     def cold() -> float:
         spare = bench.talk.spare
-        head = spare[next(variants) % len(spare)]
-        return bench.request([head, *bench.talk.prompt[1 : plan.cold_tokens]], COLD_ANSWER).seconds
+        second, first = divmod(next(variants), len(spare))
+        head = spare[first], spare[second % len(spare)]
+        return bench.request([*head, *bench.talk.prompt[2 : plan.cold_tokens]], COLD_ANSWER).seconds
 
     def with_adapter() -> float:
         if not bench.attached:

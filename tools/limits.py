@@ -18,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.errors import PathError
-from kvstore.kv import Bytes
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 PAGE = 4096
 FILL_BYTES = 8 << 20
 
