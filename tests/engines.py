@@ -180,6 +180,13 @@ class Place:
             store.flush(60)
             store.evict(everything=True, tier=tier)
 
+    def bring(self, ids: Sequence[int]) -> None:
+        """Have what is stored of ``ids`` without a salt in `ram`, whatever became of it there."""
+        with self.open() as store:
+            for use in store.namespaces():
+                if not use.record.salt:
+                    assert store.prefetch(store.match(store.namespace_at(use.record.root), ids)).wait(60)
+
     def matches(self, ids: Sequence[int], store: Store) -> list[Match]:
         """The match of ``ids`` in every namespace."""
         return [store.match(store.namespace_at(use.record.root), ids) for use in store.namespaces()]
