@@ -32,7 +32,7 @@ def resume(
     path: FolderOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """A real model's resumed requests, decoding, and cold requests, each beside its limit. Takes six minutes.
+    """A real model's resumed requests, decoding, and cold requests, each beside its limit. Takes five minutes.
 
     Example:
 
