@@ -42,9 +42,10 @@ def as_tokens(ids: Iterable[int] | npt.NDArray[np.integer]) -> Tokens:
             f"tokens must be a flat sequence of integers, not shape {array.shape} of {array.dtype}",
             _ONE_ROW,
         )
-    if int(array.min()) < 0 or int(array.max()) >= TOKEN_LIMIT:
+    least, most = int(array[array.argmin()]), int(array[array.argmax()])
+    if least < 0 or most >= TOKEN_LIMIT:
         raise TokenError(
-            f"token ids must lie in 0…{TOKEN_LIMIT - 1}, found {int(array.min())}…{int(array.max())}",
+            f"token ids must lie in 0…{TOKEN_LIMIT - 1}, found {least}…{most}",
             "take masked or padded positions (-100, -1) out before asking the store",
         )
     return np.array(array, dtype=np.uint32, order="C")

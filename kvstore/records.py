@@ -39,6 +39,7 @@ LABEL_LIMIT = 512
 """Bytes of a namespace's label that are kept, cut at a character's end."""
 
 NO_OWNER = bytes(16)
+_NO_CHECKSUM = bytes(16)
 _NAMESPACE_AT = 48
 _STATE_AT, _READY = 32, bytes([State.READY])
 
@@ -75,12 +76,13 @@ def block_names(chain: Chain, part: Part, first: int = 0, stop: int | None = Non
     """Names of the chain's blocks ``first`` … ``stop`` (default: all)."""
     raw = chain.tokens.astype(">u4").tobytes()
     step, cut = chain.block_tokens * 4, KEY_TOKENS * 4
+    parent = chain.parent(first)
     names: list[BlockName] = []
-    for index in range(first, len(chain) if stop is None else stop):
-        key = chain.keys[index]
+    for index, key in enumerate(chain.keys[first:stop], first):
         tokens = raw[index * step : (index + 1) * step]
-        head = family_key(chain.ancestor(index), index, chain.parent(index), part)
+        head = family_key(chain.ancestor(index), index, parent, part)
         names.append(BlockName(head + tokens[:cut] + key[:_SHORT], tokens[cut:], key, len(tokens) // 4, part))
+        parent = key
     return names
 
 
@@ -169,6 +171,15 @@ def entry_key(raw: bytes) -> bytes:
 def entry_namespace(raw: bytes) -> int:
     """The number of the namespace in a block's value, where nothing else of it is wanted."""
     return int.from_bytes(raw[_NAMESPACE_AT : _NAMESPACE_AT + 4], "little")
+
+
+def writing_record(name: BlockName, ref: SlotRef, generation: int, namespace: int, epoch: int, owner: bytes) -> bytes:
+    """The stored value of a block that ``owner`` is writing: `Entry.pack` without the entry."""
+    segment, slot = ref
+    fixed = _BLOCK.pack(
+        name.key, State.WRITING, 0, 0, name.tokens, segment, slot, namespace, generation, epoch, owner, _NO_CHECKSUM
+    )
+    return fixed + name.rest
 
 
 def ready_record(writing: bytes, checksum: bytes) -> bytes:

@@ -9,9 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 MIN_SLOT_BYTES = 8192
 """A header and one page of payload; it bounds how many slots a segment can have."""
 
@@ -35,51 +32,66 @@ class SlotRun(NamedTuple):
         return [SlotRef(self.segment, self.first + i) for i in range(self.count)]
 
 
-_FREE = re.compile(rb"\x01+")
+_FREE = re.compile(b"1+")
 
 
 class FreeMap:
-    """Which slots of one segment are free: one bit a slot, set where free."""
+    """Which slots of one segment are free: one character a slot, ``1`` where free, else ``0``.
 
-    def __init__(self, bits: npt.NDArray[np.bool_]) -> None:
+    Of builtins only: for the few slots of most segments, numpy's code would cost more than the work.
+    """
+
+    def __init__(self, bits: bytearray) -> None:
         self.bits = bits
 
     @classmethod
     def full(cls, slots: int) -> FreeMap:
         """All ``slots`` slots free."""
-        return cls(np.ones(slots, np.bool_))
+        return cls(bytearray(b"1" * slots))
 
     @classmethod
     def unpack(cls, raw: bytes, slots: int) -> FreeMap:
         """From its stored bytes."""
-        return cls(np.unpackbits(np.frombuffer(raw, np.uint8), count=slots).astype(np.bool_))
+        number = int.from_bytes(raw, "big") >> -slots % 8
+        return cls(bytearray(format(1 << slots | number, "b")[1:], "ascii"))
 
     def pack(self) -> bytes:
         """Its stored bytes: bit i, from the high end, is slot i."""
-        return np.packbits(self.bits).tobytes()
+        slots = len(self.bits)
+        return (int(self.bits or b"0", 2) << -slots % 8).to_bytes(-(-slots // 8), "big")
 
     @property
     def free(self) -> int:
         """How many slots are free."""
-        return int(np.count_nonzero(self.bits))
+        return self.bits.count(b"1")
 
     def take(self, run: SlotRun) -> None:
         """Mark slots as used. Raises ValueError when one is not free."""
-        window = self.bits[run.first : run.first + run.count]
-        if len(window) != run.count or not window.all():
+        stop = run.first + run.count
+        if self.bits[run.first : stop] != b"1" * run.count:
             raise ValueError(f"{run} is not free")
-        window[:] = False
+        self.bits[run.first : stop] = b"0" * run.count
 
     def give(self, slot: int) -> None:
         """Mark a slot as free. Raises ValueError when it is."""
-        if self.bits[slot]:
+        if self.bits[slot] == _ONE:
             raise ValueError(f"slot {slot} is free already")
-        self.bits[slot] = True
+        self.bits[slot] = _ONE
+
+    def use(self, slot: int) -> None:
+        """Mark a slot as used, whatever it was."""
+        self.bits[slot] = _ZERO
+
+    def slots(self, start: int = 0) -> list[int]:
+        """The free slots from ``start`` on, in order."""
+        return [slot for run in _FREE.finditer(self.bits, start) for slot in range(run.start(), run.end())]
 
     def runs(self, segment: int) -> list[SlotRun]:
         """The runs of free slots, in order."""
-        found = _FREE.finditer(self.bits.tobytes())
-        return [SlotRun(segment, run.start(), run.end() - run.start()) for run in found]
+        return [SlotRun(segment, run.start(), run.end() - run.start()) for run in _FREE.finditer(self.bits)]
+
+
+_ZERO, _ONE = b"01"
 
 
 def choose_runs(runs: Iterable[SlotRun], count: int) -> list[SlotRun]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-import numpy as np
-
 from kvstore.errors import DamagedError
 from kvstore.records import Entry, Segment, Usage, parse_slot_key, slot_key
 from kvstore.slots import FreeMap, SlotRef
@@ -84,7 +82,7 @@ def _bitmaps(cut: dict[int, Segment], used: dict[SlotRef, Entry]) -> list[str]:
     for ref in used:
         taken.setdefault(ref.segment, set()).add(ref.slot)
     for segment in cut.values():
-        free = set(np.flatnonzero(FreeMap.unpack(segment.bitmap, segment.slots).bits).tolist())
+        free = set(FreeMap.unpack(segment.bitmap, segment.slots).slots())
         mine = taken.get(segment.number, set())
         problems += [f"slot {slot} of segment {segment.number} is both free and used" for slot in sorted(free & mine)]
         lost = set(range(segment.slots)) - free - mine

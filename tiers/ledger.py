@@ -71,8 +71,9 @@ class Bitmaps:
         for number, (segment, free) in self._touched.items():
             packed = free.pack()
             if packed != segment.bitmap:
-                put_segment(self._txn, replace(segment, bitmap=packed), free.free)
-                self._touched[number] = (replace(segment, bitmap=packed), free)
+                changed = replace(segment, bitmap=packed)
+                put_segment(self._txn, changed, free.free)
+                self._touched[number] = (changed, free)
 
     def _of(self, number: int) -> tuple[Segment, FreeMap]:
         if number not in self._touched:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-
 from kvstore.errors import DamagedError
 from kvstore.records import Entry, Segment, Usage, slot_key
 from kvstore.slots import FreeMap, SlotRef
@@ -55,8 +53,9 @@ def _rebuild(tier: SlottedTier, txn: Transaction, live: Collection[bytes]) -> in
         txn.put(Database.USAGE, number.to_bytes(4, "big"), Usage(usage[number], held[number]).pack())
     for segment in cut.values():
         free = FreeMap.full(segment.slots)
-        used = [ref.slot for ref in kept if ref.segment == segment.number]
-        free.bits[np.asarray(used, np.intp)] = False
+        for ref in kept:
+            if ref.segment == segment.number:
+                free.use(ref.slot)
         ledger.put_segment(txn, replace(segment, bitmap=free.pack()), free.free)
     sizes = sum(segment.size + arrays_bytes(segment.size) for segment in cut.values())
     segments.put_number(txn, segments.ALLOCATED, sizes + segments.get_number(txn, segments.FIXED))

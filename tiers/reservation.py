@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from kvstore.records import BlockName, Entry, Tombstone, ready_record, slot_key
+from kvstore.records import BlockName, Entry, Tombstone, ready_record, slot_key, writing_record
 from kvstore.slots import SlotRef, SlotRun, choose_runs
 from kvstore.states import State, Step, after
 from kvstore.tiers.ledger import Bitmaps, Placement, Removal, Usages, get_segment, own
@@ -77,12 +77,12 @@ def reserve(
     terms: Terms,
     candidates: Sequence[Candidate],
     spared: Spared,
-    generation: Callable[[SlotRef], int],
+    generations: Callable[[Sequence[SlotRef]], list[int]],
 ) -> Reserved:
     """Take a slot for every wanted block that is not there yet: a free one, else a victim's.
 
     Blocks that find no slot are left; heads come before tails, so what is placed is a prefix. A victim is taken only
-    if it is READY and ``spared`` does not hold for it. generation: a slot's at this moment.
+    if it is READY and ``spared`` does not hold for it. generations: of slots, at this moment.
     """
     result = Reserved()
     fresh = _unknown(txn, wants, result)
@@ -94,14 +94,14 @@ def reserve(
     runs = bitmaps.runs(terms.slot_bytes)
     refs = [ref for run in choose_runs(runs, within) for ref in _taken(bitmaps, run)]
     result.free = sum(run.count for run in runs) - len(refs)
-    keep = {entry.ref for entry in result.known}
-    pick = _Pick(txn, usage, terms.slot_bytes, keep, spared)
-    result.evicted = pick(within - len(refs), candidates, None)
-    if within < len(fresh):
-        result.evicted += pick(len(fresh) - within, candidates, set(terms.siblings))
-    refs += sorted(result.evicted)
-    chosen = [(name, ref, generation(ref) + 1) for name, ref in zip(fresh, refs, strict=False)]
-    result.placed = mark_writing(txn, chosen, terms)
+    if candidates and len(refs) < len(fresh):
+        keep = {entry.ref for entry in result.known}
+        pick = _Pick(txn, usage, terms.slot_bytes, keep, spared)
+        result.evicted = pick(within - len(refs), candidates, None)
+        if within < len(fresh):
+            result.evicted += pick(len(fresh) - within, candidates, set(terms.siblings))
+        refs += sorted(result.evicted)
+    result.placed = mark_writing(txn, fresh, refs, generations(refs), terms)
     usage.add(terms.namespace, len(result.placed), terms.slot_bytes)
     usage.flush()
     bitmaps.flush()
@@ -234,25 +234,23 @@ class _Pick:
         return True
 
 
-def mark_writing(txn: Transaction, fresh: Sequence[tuple[BlockName, SlotRef, int]], terms: Terms) -> list[Placement]:
-    """Record blocks as WRITING in their slots, each with its new generation."""
+def mark_writing(
+    txn: Transaction, names: Sequence[BlockName], refs: Sequence[SlotRef], generations: Sequence[int], terms: Terms
+) -> list[Placement]:
+    """Record blocks, as many as there are slots, as WRITING in them. generations: the slots' before."""
     placed: list[Placement] = []
-    for name, ref, generation in fresh:
-        entry = Entry(
-            key=name.key,
-            state=State.WRITING,
-            tokens=name.tokens,
-            ref=ref,
-            generation=generation,
-            namespace=terms.namespace,
-            epoch=terms.epoch,
-            owner=terms.owner,
-            rest=name.rest,
-        )
-        placed.append(Placement(name, ref, generation, terms.epoch, terms.root, entry.pack()))
-    keys = [slot_key(placement.ref) for placement in placed]
-    names = [placement.name.index_key for placement in placed]
-    txn.put_many(Database.BLOCKS, [(placement.name.index_key, placement.record) for placement in placed])
-    txn.put_many(Database.SLOTS, list(zip(keys, names, strict=True)))
-    txn.put_many(Database.WRITING, [(terms.owner + key, name) for key, name in zip(keys, names, strict=True)])
+    blocks: list[tuple[bytes, bytes]] = []
+    slots: list[tuple[bytes, bytes]] = []
+    writing: list[tuple[bytes, bytes]] = []
+    namespace, epoch, root, owner = terms.namespace, terms.epoch, terms.root, terms.owner
+    for name, ref, generation in zip(names, refs, generations, strict=False):
+        index_key, place = name.index_key, slot_key(ref)
+        record = writing_record(name, ref, generation + 1, namespace, epoch, owner)
+        placed.append(Placement(name, ref, generation + 1, epoch, root, record))
+        blocks.append((index_key, record))
+        slots.append((place, index_key))
+        writing.append((owner + place, index_key))
+    txn.put_many(Database.BLOCKS, blocks)
+    txn.put_many(Database.SLOTS, slots)
+    txn.put_many(Database.WRITING, writing)
     return placed

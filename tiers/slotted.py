@@ -100,12 +100,8 @@ class SlottedTier:
 
         To be asked after the copy: True means the bytes copied are the entry's.
         """
-        answer = [False] * len(entries)
-        for segment, (slots, places) in by_segment([entry.ref for entry in entries]).items():
-            now = self.arrays.holding(segment, slots).generations[slots]
-            for place, generation in zip(places, now.tolist(), strict=True):
-                answer[place] = generation == entries[place].generation
-        return answer
+        now = self.arrays.generations([entry.ref for entry in entries])
+        return [entry.generation == generation for entry, generation in zip(entries, now, strict=True)]
 
     def segment_bytes(self, segment: int) -> int:
         """Bytes of a segment, which never change. Raises DamagedError for an unknown one."""
@@ -131,14 +127,20 @@ class SlottedTier:
         with self.index.read() as txn:
             self._stamp_base = segments.get_number(txn, STAMP_BASE)
 
-    def touch(self, refs: Sequence[SlotRef], depths: Sequence[int], now: int) -> None:
+    def touch(self, refs: Sequence[SlotRef], depths: Sequence[int], now: int, flags: int | None = None) -> None:
         """Note that blocks were used. depths: how many blocks come before each; now: `boottime_ns` of the operation.
 
-        Tails get older stamps than heads, so that a prefix outlives its continuations.
+        Tails get older stamps than heads, so that a prefix outlives its continuations. flags: as for `flag`, to be set
+        before; None leaves them.
         """
+        latest = self._stamp_base + now
         for segment, (slots, places) in by_segment(refs).items():
-            used = [self._stamp_base + now - depths[place] for place in places]
-            self.arrays.holding(segment, slots).stamps[slots] = used
+            arrays = self.arrays.holding(segment, slots)
+            if flags is not None:
+                _set(arrays.flags.data, slots, flags)
+            stamps = arrays.stamps.data
+            for slot, place in zip(slots, places, strict=True):
+                stamps[slot] = latest - depths[place]
 
     def oldest_stamp(self, seconds: float) -> int:
         """The stamp a block has that was last used ``seconds`` ago."""
@@ -147,7 +149,7 @@ class SlottedTier:
     def flag(self, refs: Sequence[SlotRef], flags: int) -> None:
         """Set the flags of slots (`kvstore.policy.CLEAN`)."""
         for segment, (slots, _) in by_segment(refs).items():
-            self.arrays.holding(segment, slots).flags[slots] = flags
+            _set(self.arrays.holding(segment, slots).flags.data, slots, flags)
 
     # ---------------------------------------------------------------- writing
 
@@ -230,9 +232,9 @@ class SlottedTier:
 
         tombstones: of purges since the blocks were reserved. now: when they were used, as for `touch`.
         """
-        refs = [placement.ref for placement, _ in done]
-        self.flag(refs, flags)
-        self.touch(refs, [placement.name.depth for placement, _ in done], now)
+        self.touch(
+            [placement.ref for placement, _ in done], [placement.name.depth for placement, _ in done], now, flags
+        )
         published = self.index.write(lambda txn: reservation.publish(txn, self.owner, done, tombstones), timeout)
         if len(published) < len(done):
             kept = {placement.ref for placement in published}
@@ -241,7 +243,7 @@ class SlottedTier:
 
     def take_free(self, segment: Segment, first: int, most: int) -> list[Placement]:
         """Take up to ``most`` free slots of a segment, from ``first`` on, to write over; none once recut."""
-        terms = self.owner, segment, first, most, self.arrays.generation
+        terms = self.owner, segment, first, most, self.arrays.generations
         taken = self.index.write(lambda txn: wiping.take_free(txn, *terms), unheard=self.abandon)
         self._begin(taken)
         return taken
@@ -351,8 +353,8 @@ class SlottedTier:
             siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
             terms = Terms(self.owner, number, space.root, slot_bytes, epoch, siblings, quota)
             held.clear()
-            spared = self.spared_in(txn, held)
-            return reservation.reserve(txn, names, terms, candidates, spared, self.arrays.generation)
+            spared = self.spared_in(txn, held) if candidates else _nothing_spared
+            return reservation.reserve(txn, names, terms, candidates, spared, self.arrays.generations)
 
         return work
 
@@ -377,18 +379,19 @@ class SlottedTier:
         """After the commit that unmapped the old blocks, before the first new byte: the generations go up."""
         for segment, (slots, places) in by_segment([placement.ref for placement in placed]).items():
             arrays = self.arrays.of(segment)
-            arrays.stamps[slots] = 0
-            arrays.namespaces[slots] = [entry_namespace(placed[place].record) for place in places]
-            arrays.flags[slots] = 0
-            arrays.generations[slots] = [placed[place].generation for place in places]
+            _set(arrays.stamps.data, slots, 0)
+            _set(arrays.namespaces.data, slots, entry_namespace(placed[0].record))  # who reserves has one namespace
+            _set(arrays.flags.data, slots, 0)
+            generations = arrays.generations.data
+            for slot, place in zip(slots, places, strict=True):
+                generations[slot] = placed[place].generation
 
     def _forget(self, gone: Sequence[Entry] | Sequence[Placement]) -> None:
         """Clear the stamps of blocks that are gone, unless their slots have new owners already."""
-        for segment, (slots, places) in by_segment([one.ref for one in gone]).items():
-            arrays = self.arrays.holding(segment, slots)
-            for slot, place in zip(slots, places, strict=True):
-                if arrays.generations[slot] == gone[place].generation:
-                    arrays.stamps[slot] = 0
+        refs, theirs = [one.ref for one in gone], [one.generation for one in gone]
+        for (segment, slot), now, then in zip(refs, self.arrays.generations(refs), theirs, strict=True):
+            if now == then:
+                self.arrays.of(segment).stamps[slot] = 0
 
     def _candidates(self, slot_bytes: int, needed: int, space: Space, afresh: bool) -> list[Candidate]:
         if not space.salt or self.quota(space.salt) is None:
@@ -396,3 +399,13 @@ class SlottedTier:
         with self.index.read() as txn:
             own = namespaces.under_salt(txn, space.salt)
         return self._cold.first_of(slot_bytes, needed, own)
+
+
+def _set(cells: memoryview, slots: Sequence[int], value: int) -> None:
+    for slot in slots:
+        cells[slot] = value
+
+
+def _nothing_spared(candidate: Candidate, entry: Entry) -> bool:
+    """For a reservation without candidates, which need not ask who leases what."""
+    return False

@@ -6,10 +6,8 @@ when the taker dies it is taken back like any unfinished block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from kvstore.layout import Part
 from kvstore.records import NO_OWNER, BlockName, Segment, family_key, slot_key
@@ -25,7 +23,12 @@ _DEEPEST = 2**32 - 1
 
 
 def take_free(
-    txn: Transaction, owner: bytes, known: Segment, first: int, most: int, generation: Callable[[SlotRef], int]
+    txn: Transaction,
+    owner: bytes,
+    known: Segment,
+    first: int,
+    most: int,
+    generations: Callable[[Sequence[SlotRef]], list[int]],
 ) -> list[Placement]:
     """Take up to ``most`` free slots of a segment, from the slot ``first`` on.
 
@@ -34,15 +37,15 @@ def take_free(
     segment, record = known.number, get_segment(txn, known.number)
     if record.allocating or not record.slot_bytes or record.slot_bytes != known.slot_bytes:
         return []
-    free = np.flatnonzero(FreeMap.unpack(record.bitmap, record.slots).bits)
-    refs = [SlotRef(segment, slot) for slot in free[free >= first][:most].tolist()]
+    free = FreeMap.unpack(record.bitmap, record.slots).slots(first)
+    refs = [SlotRef(segment, slot) for slot in free[:most]]
     if not refs:
         return []
     bitmaps, usage = Bitmaps(txn), Usages(txn)
     for ref in refs:
         bitmaps.take(SlotRun(segment, ref.slot, 1))
     terms = Terms(owner, NOWHERE, b"", record.slot_bytes, 0)
-    taken = mark_writing(txn, [(_name(ref), ref, generation(ref) + 1) for ref in refs], terms)
+    taken = mark_writing(txn, [_name(ref) for ref in refs], refs, generations(refs), terms)
     usage.add(NOWHERE, len(taken), record.slot_bytes)
     usage.flush()
     bitmaps.flush()
