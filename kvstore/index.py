@@ -110,8 +110,11 @@ class Index:
                 if self._closed:
                     raise ClosedError(f"the {self.name} index is closed", "open the store again")
                 self._readers.add(reader)
-            with _translated(f"reading the {self.name} index"), self._env.begin(buffers=False) as txn:
-                yield Transaction(txn, self._handles)
+            try:
+                with self._env.begin(buffers=False) as txn:
+                    yield Transaction(txn, self._handles)
+            except lmdb.Error as error:
+                raise _ours(f"reading the {self.name} index", error) from error
         finally:
             try:
                 self._left(reader)
@@ -244,8 +247,7 @@ class Index:
         results: list[Any] = []
         txn = None
         try:
-            with _translated(f"writing the {self.name} index"):
-                txn = self._env.begin(write=True, buffers=False)
+            txn = self._env.begin(write=True, buffers=False)
             queued = [first]
             while not (first.alone or self._next or self._queue.empty()):
                 job = self._queue.get()
@@ -256,11 +258,14 @@ class Index:
                 else:
                     queued.append(job)
             jobs = [job for job in queued if job.future.set_running_or_notify_cancel()]
-            with _translated(f"writing the {self.name} index"):
-                for job in jobs:
-                    results.append(job.work(Transaction(txn, self._handles)))
-                txn.commit()
-        except BaseException as error:  # noqa: BLE001  handed to the caller below
+            for job in jobs:
+                results.append(job.work(Transaction(txn, self._handles)))
+            txn.commit()
+        except BaseException as raised:  # noqa: BLE001  handed to the caller below
+            error = raised
+            if isinstance(raised, lmdb.Error):
+                error = _ours(f"writing the {self.name} index", raised)
+                error.__cause__ = raised
             failed = True
             if txn is not None:
                 txn.abort()
@@ -306,20 +311,24 @@ class Index:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The one place where LMDB's errors become ours."""
+    """LMDB's errors become ours."""
     try:
         yield
-    except KVStoreError:
-        raise
-    except lmdb.MapFullError as error:
-        raise NoSpaceError(f"{what}: the index is full", "raise the tier's budget, or use larger blocks") from error
-    except lmdb.DiskError as error:
-        raise NoSpaceError(f"{what}: the medium is full", "free some space on it") from error
-    except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError) as error:
-        raise DamagedError(
-            f"{what}: {error}", "remove the tier's directory: cached blocks are lost, nothing else"
-        ) from error
-    except lmdb.LockError as error:
-        raise BusyError(f"{what}: {error}", "close the other handle first") from error
     except lmdb.Error as error:
-        raise StorageError(f"{what}: {error}", "check the disk; `kvstore doctor` helps") from error
+        raise _ours(what, error) from error
+
+
+def _ours(what: str, error: lmdb.Error) -> KVStoreError:
+    """The one place that knows what LMDB's errors mean."""
+    if isinstance(error, lmdb.MapFullError):
+        return NoSpaceError(f"{what}: the index is full", "raise the tier's budget, or use larger blocks")
+    if isinstance(error, lmdb.DiskError):
+        return NoSpaceError(f"{what}: the medium is full", "free some space on it")
+    if isinstance(error, _DAMAGE):
+        return DamagedError(f"{what}: {error}", "remove the tier's directory: cached blocks are lost, nothing else")
+    if isinstance(error, lmdb.LockError):
+        return BusyError(f"{what}: {error}", "close the other handle first")
+    return StorageError(f"{what}: {error}", "check the disk; `kvstore doctor` helps")
+
+
+_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
