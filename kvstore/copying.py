@@ -85,6 +85,17 @@ class CopyThreads:
         """Run a copy. among: gets the job."""
         Job(work).begin(self._behind if stepped_back() else self._copy, among)
 
+    def share(self, work: Callable[[], T], most: int, among: list[Job[T]]) -> None:
+        """Run a copy that takes from a queue, at most ``most`` times and in as many threads as there are for copies.
+
+        among: gets the jobs; the first of several is for the caller to do while it waits for them all (`wait_all`).
+        """
+        count = min(most, self.copy_threads)
+        if count > 1:
+            among.append(Job(work))
+        for _ in range(max(1, count - 1)):
+            self.copy(work, among)
+
     def read(self, work: Callable[[], T], among: list[Job[T]]) -> None:
         """Run a disk read. among: gets the job."""
         Job(work).begin(self._read, among)

@@ -24,6 +24,7 @@ CODEC_RAW = 0
 _FIELDS = struct.Struct("<8sHHHHIIQ32s16s")
 _DIGEST = struct.Struct("<Q")
 _DIGEST_AT = HEADER_BYTES - _DIGEST.size
+_REST = bytes(_DIGEST_AT - _FIELDS.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +43,19 @@ class Header:
     codec: int = CODEC_RAW
 
     def pack(self) -> bytes:
-        """The header's 4096 bytes; the last eight are the xxh3-64 of those before."""
-        body = _FIELDS.pack(
-            MAGIC,
-            VERSION,
-            self.codec,
-            self.group,
-            self.shard,
-            self.tokens,
-            0,
-            self.payload_bytes,
-            self.key,
-            self.checksum,
-        ).ljust(_DIGEST_AT, b"\0")
-        return body + _DIGEST.pack(xxhash.xxh3_64_intdigest(body))
+        """The header's 4096 bytes."""
+        return pack_header(
+            self.key, self.group, self.shard, self.tokens, self.payload_bytes, self.checksum, codec=self.codec
+        )
+
+
+def pack_header(
+    key: bytes, group: int, shard: int, tokens: int, payload_bytes: int, checksum: bytes, *, codec: int = CODEC_RAW
+) -> bytes:
+    """A `Header`'s 4096 bytes; the last eight are the xxh3-64 of those before."""
+    fields = _FIELDS.pack(MAGIC, VERSION, codec, group, shard, tokens, 0, payload_bytes, key, checksum)
+    body = fields + _REST
+    return body + _DIGEST.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def parse_header(raw: bytes | memoryview) -> Header | None:
@@ -76,24 +76,9 @@ def payload_checksum(payload: Bytes) -> bytes:
     return xxhash.xxh3_128_digest(payload.data)
 
 
-class PayloadChecksum:
-    """The same, taken while a payload is being written, front to back."""
-
-    __slots__ = ("_done", "_hash", "_payload")
-
-    def __init__(self, payload: Bytes) -> None:
-        self._payload, self._done, self._hash = payload.data, 0, xxhash.xxh3_128()
-
-    def upto(self, stop: int) -> None:
-        """Take in the bytes before ``stop`` that were not taken in yet; they must be whole."""
-        self._hash.update(self._payload[self._done : stop])
-        self._done = stop
-
-    def digest(self) -> bytes:
-        """The checksum of the whole payload, 16 bytes."""
-        if self._done < len(self._payload):
-            self.upto(len(self._payload))
-        return self._hash.digest()
+def payload_hash() -> xxhash.xxh3_128:
+    """The same, to be taken while a payload is written: ``update`` with all of it, front to back, then ``digest``."""
+    return xxhash.xxh3_128()
 
 
 def inspect_slot(

@@ -18,8 +18,10 @@ from kvstore.layout import LayerShape, Layout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Array: TypeAlias = npt.NDArray[Any]
-Ready: TypeAlias = Callable[[int], None]
-"""Told, while a payload is gathered, how many of its bytes are whole by now, counted from its front."""
+Told: TypeAlias = Callable[[memoryview], object]
+"""Given all bytes of a payload while it is gathered, front to back, in pieces, each as soon as it is there."""
+Gathering: TypeAlias = Callable[[int, Told], None]
+"""Gathers one payload of a run, by its number, and tells of its bytes. Called from several threads at once."""
 
 STRETCH_BYTES = 1 << 20
 """Bytes that a gather writes before it tells of them: few enough to be still in the core's own cache."""
@@ -58,8 +60,9 @@ class Run:
 class KVBuffer(Protocol):
     """KV of one sequence; token i of the sequence is at position i.
 
-    `gather` and `scatter` are called from several threads at once, for disjoint tokens, and release the GIL while
-    they copy. ``device`` is None for host memory; other values name a device that the `hbm` tier copies for.
+    `gather`, `scatter` and what `gathering` gives are called from several threads at once, for disjoint tokens, and
+    release the GIL while they copy. ``device`` is None for host memory; other values name a device that the `hbm` tier
+    copies for.
     """
 
     @property
@@ -70,11 +73,11 @@ class KVBuffer(Protocol):
     def device(self) -> str | None:
         """None for host memory."""
 
-    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
-        """Copy tokens from ``start`` on into the run's payloads.
+    def gather(self, start: int, run: Run) -> None:
+        """Copy tokens from ``start`` on into the run's payloads."""
 
-        ready: given with a run of one payload only. A buffer that knows no better leaves it uncalled.
-        """
+    def gathering(self, start: int, run: Run) -> Gathering:
+        """The same, prepared, to be done payload by payload: a run whose payloads are used whole."""
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on."""
@@ -176,30 +179,46 @@ class HostKV:
                 base += shape.heads * dim
         return cls(layout, planes, min(plane.array.shape[-2] for plane in planes))
 
-    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
+    def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
-        if run.count == 0:
-            return
-        views = [(self._inside(plane, run), self._outside(plane, start, run)) for plane in self._planes]
-        if ready is None:
-            for inside, outside in views:
-                np.copyto(inside, outside)
-            return
-        for first, last, stop in self._cuts:
-            if self._planes[0].every_layer:
-                for inside, outside in views:
-                    np.copyto(inside[:, first:last], outside[:, first:last])
-            else:
-                for inside, outside in views[first:last]:
-                    np.copyto(inside, outside)
-            ready(stop * run.tokens * self.layout.itemsize)
+        for inside, outside in self._views(start, run):
+            np.copyto(inside, outside)
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        """The same, payload by payload. Raises LayoutError past the capacity.
+
+        What is between two copies is kept short: they leave nothing of it in a core's cache.
+        """
+        views, cuts, every_layer = self._views(start, run), self._cuts, self._planes[0].every_layer
+        memory, scale = run.memory.data, run.tokens * self.layout.itemsize
+
+        def gather(at: int, told: Told) -> None:
+            here = begin = run.offset + at * run.stride
+            for first, last, stop in cuts:
+                if every_layer:
+                    for inside, outside in views:
+                        inside[at, first:last] = outside[at, first:last]
+                else:
+                    for inside, outside in views[first:last]:
+                        inside[at] = outside[at]
+                end = here + stop * scale
+                told(memory[begin:end])
+                begin = end
+
+        return gather
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on. Raises LayoutError past the capacity."""
         if run.count == 0:
             return
-        for plane in self._planes:
-            np.copyto(self._outside(plane, start, run), self._inside(plane, run))
+        for inside, outside in self._views(start, run):
+            np.copyto(outside, inside)
+
+    def _views(self, start: int, run: Run) -> list[tuple[Array, Array]]:
+        """Every plane's elements in the run, and its own tokens: ``[count, *lead, take, dim]`` both."""
+        if run.count == 0:
+            return []
+        return [(self._inside(plane, run), self._outside(plane, start, run)) for plane in self._planes]
 
     def _inside(self, plane: _Plane, run: Run) -> Array:
         """The plane's elements in the run: ``[count, *lead, take, dim]``."""
@@ -220,8 +239,9 @@ class HostKV:
         tokens = plane.array[..., start:stop, :]
         if run.count == 1:
             return tokens[None]
-        lead, dim = tokens.shape[:-2], tokens.shape[-1]
-        return np.moveaxis(tokens.reshape(*lead, run.count, run.take, dim), -3, 0)
+        lead = tokens.ndim - 2
+        apart = tokens.reshape(*tokens.shape[:lead], run.count, run.take, tokens.shape[-1])
+        return apart.transpose(lead, *range(lead), lead + 1, lead + 2)
 
 
 def _cuts(planes: Sequence[_Plane], most: int) -> list[_Cut]:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from kvstore.copying import CopyThreads, Job, ended, wait_all
 from kvstore.devices import DeviceSaver
 from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError, UnsupportedError
 from kvstore.events import Events, Fault, Skipped
 from kvstore.events import Saved as SavedEvent
-from kvstore.header import HEADER_BYTES, Header, PayloadChecksum, payload_checksum, slot_bytes
+from kvstore.header import HEADER_BYTES, pack_header, payload_checksum, payload_hash, slot_bytes
 from kvstore.identity import Chain
-from kvstore.kv import Bytes, KVBuffer, Run
+from kvstore.kv import Bytes, Gathering, KVBuffer
 from kvstore.layout import Part
 from kvstore.match import Namespace
 from kvstore.mover import Move
@@ -31,6 +33,8 @@ from kvstore.tiers.device import Transfer
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
+
+T = TypeVar("T")
 
 FIRST_BATCH, BATCH = 64, 128
 """Blocks reserved in one transaction: fewer at first, so that copying begins soon, then more for each commit."""
@@ -84,11 +88,17 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Fill:
-    """A batch being copied: its slots, the copies under way, and the checksums that come of them."""
+    """A batch being copied: its slots, the copies under way, and the checksums that come of them.
+
+    waiting: blocks that no thread has begun, each with what gathers it, under which number. bare: blocks whose payload
+    is in its slot, and whose header is not.
+    """
 
     placed: Sequence[Placement]
     futures: list[Job[None]] = field(default_factory=list)
     checksums: dict[SlotRef, bytes] = field(default_factory=dict)
+    waiting: deque[tuple[Gathering, int, Placement]] = field(default_factory=deque)
+    bare: deque[tuple[Placement, bytes]] = field(default_factory=deque)
 
 
 class Saver:
@@ -123,7 +133,8 @@ class Saver:
             self._events.emit(Skipped(self._ram.name, reason, tally.skipped))
             self._events.emit(Fault(self._ram.name, "save", error.problem))
         finally:
-            self._submit(tally.moves)
+            if tally.moves:
+                self._submit(tally.moves)
         seconds = time.perf_counter() - began
         if tally.new:
             self._events.emit(SavedEvent(self._ram.name, tally.new, tally.bytes, seconds, job.space.root))
@@ -169,9 +180,11 @@ class Saver:
         """After an error: give slots back, when nothing is written to them any more."""
         interrupt: BaseException | None = None
         for fill in under_way:
+            fill.waiting.clear()
             for future in fill.futures:
                 future.cancel()
             interrupt = ended(fill.futures) or interrupt
+            fill.futures.clear()  # they hold the fill, and with it the request's buffer
             self._ram.abandon(fill.placed)
         if interrupt is not None:
             raise interrupt
@@ -201,9 +214,14 @@ class Saver:
         if job.buffer.device is not None:
             self._fill_from_device(fill, job)
             return
-        waiting = deque(fill.placed)
-        for _ in range(min(len(waiting), self._threads.copy_threads)):
-            self._threads.copy(partial(self._gather, waiting, job, fill.checksums), fill.futures)
+        if not fill.placed:
+            return
+        for row in _rows(fill.placed, job.chain.block_tokens):
+            name = row[0].name
+            run = self._ram.run(row[0].ref, len(row), job.slot_bytes, name.tokens)
+            gathering = job.buffer.gathering(name.depth * job.chain.block_tokens, run)
+            fill.waiting.extend((gathering, at, placement) for at, placement in enumerate(row))
+        self._threads.share(partial(self._gather, fill, job), len(fill.placed), fill.futures)
 
     def _fill_from_device(self, fill: _Fill, job: SaveJob) -> None:
         """The same by way of `hbm`; blocks that find no staging there are given back at once."""
@@ -223,39 +241,28 @@ class Saver:
             self._device.failed(fill.placed)
             raise StorageError("the device failed while a save was copied", "see the device's own errors")
         for placement in fill.placed:
-            self._seal(placement, job, fill.checksums)
+            image = self._ram.slot(placement.ref, job.slot_bytes)
+            payload = image[HEADER_BYTES : HEADER_BYTES + job.payload(placement.name.tokens)]
+            fill.checksums[placement.ref] = _head(image, placement.name, len(payload), payload_checksum(payload))
 
-    def _seal(self, placement: Placement, job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
-        """Write a slot's header over a payload that is there."""
-        image = self._ram.slot(placement.ref, job.slot_bytes)
-        payload = image[HEADER_BYTES : HEADER_BYTES + job.payload(placement.name.tokens)]
-        checksums[placement.ref] = _head(image, placement.name, len(payload), payload_checksum(payload))
-
-    def _gather(self, waiting: deque[Placement], job: SaveJob, checksums: dict[SlotRef, bytes]) -> None:
+    def _gather(self, fill: _Fill, job: SaveJob) -> None:
         """Block by block until none waits, so that all threads end together.
 
         A checksum is taken of what a core has just written, while it is in its cache. Headers are written at the end,
-        one after the other: copies leave no code in a core's cache, and every step between two of them is a slow one.
+        one after the other, since copies leave no code in a core's cache. The first thread to end writes those of all
+        others, while they still copy.
         """
-        gathered: list[tuple[Bytes, Placement, int, bytes]] = []
-        while waiting:
+        for gather, at, placement in _taken(fill.waiting):
+            checksum = payload_hash()
             try:
-                placement = waiting.popleft()
-            except IndexError:  # another thread took the last
-                break
-            name = placement.name
-            image = self._ram.slot(placement.ref, job.slot_bytes)
-            size = job.payload(name.tokens)
-            checksum = PayloadChecksum(image[HEADER_BYTES : HEADER_BYTES + size])
-            run = Run(image, HEADER_BYTES, len(image), 1, name.tokens, name.tokens)
-            try:
-                job.buffer.gather(name.depth * job.chain.block_tokens, run, checksum.upto)
+                gather(at, checksum.update)
             except BaseException:
-                waiting.clear()
+                fill.waiting.clear()
                 raise
-            gathered.append((image, placement, size, checksum.digest()))
-        for image, placement, size, digest in gathered:
-            checksums[placement.ref] = _head(image, placement.name, size, digest)
+            fill.bare.append((placement, checksum.digest()))
+        for placement, digest in _taken(fill.bare):
+            image = self._ram.slot(placement.ref, job.slot_bytes)
+            fill.checksums[placement.ref] = _head(image, placement.name, job.payload(placement.name.tokens), digest)
 
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
         if not done:
@@ -275,11 +282,31 @@ class Saver:
         return published
 
 
+def _rows(placed: Sequence[Placement], block_tokens: int) -> Iterator[Sequence[Placement]]:
+    """Blocks in order, as rows: whole ones that follow one another in the sequence and in their slots."""
+    begin = 0
+    for at in range(1, len(placed)):
+        before, here = placed[at - 1], placed[at]
+        (segment, slot), name = before.ref, here.name
+        if here.ref != (segment, slot + 1) or name.tokens != block_tokens or name.depth != before.name.depth + 1:
+            yield placed[begin:at]
+            begin = at
+    yield placed[begin:]
+
+
+def _taken(queue: deque[T]) -> Iterator[T]:
+    """What one of several threads gets of a queue, until nothing is left."""
+    with suppress(IndexError):
+        while True:
+            yield queue.popleft()
+
+
 def _head(image: Bytes, name: BlockName, size: int, checksum: bytes) -> bytes:
     """Write what is around a slot's payload of ``size`` bytes: the header, and zeros; returns the checksum."""
-    header = Header(name.key, name.part.group, name.part.shard, name.tokens, size, checksum)
-    image[:HEADER_BYTES].data[:] = header.pack()
-    image[HEADER_BYTES + size :] = 0  # a wipe does not look into slots that hold a block
+    group, shard = name.part.group, name.part.shard
+    image.data[:HEADER_BYTES] = pack_header(name.key, group, shard, name.tokens, size, checksum)
+    if HEADER_BYTES + size < len(image):
+        image[HEADER_BYTES + size :] = 0  # a wipe does not look into slots that hold a block
     return checksum
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvstore.errors import LayoutError
-from kvstore.kv import Bytes, Ready, Run
+from kvstore.kv import Bytes, Gathering, Run, Told
 from kvstore.layout import LayerShape, Layout
 from kvstore.tiers.lanes import Lane, single_device
 
@@ -161,7 +161,7 @@ class DeviceKV:
             else:
                 torch.index_select(inside, 0, index, out=outside)
 
-    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
+    def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into payloads in host memory, through memory of torch's allocator.
 
         Returns when the bytes are there. Raises LayoutError past the capacity.
@@ -172,6 +172,16 @@ class DeviceKV:
                     rows.memory.view(host.shape).copy_(host)
                 self.gather_rows(at, rows)
                 host.copy_(rows.memory.view(host.shape))
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        """The same, payload by payload."""
+        size = self.layout.payload_bytes(self.group, run.tokens)
+
+        def gather(at: int, told: Told) -> None:
+            self.gather(start + at * run.take, run.part(at, 1))
+            told(run.payload(at, size).data)
+
+        return gather
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy payloads in host memory to the tokens from ``start`` on, through memory of torch's allocator.

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.errors import KVStoreError, LayoutError, NoSpaceError, NotFoundError
 from kvstore.header import HEADER_BYTES, inspect_slot, slot_bytes
-from kvstore.kv import Bytes, KVBuffer, Ready, Run
+from kvstore.kv import Bytes, Gathering, KVBuffer, Run, Told
 from kvstore.layout import LayerShape, Layout, Part
 from kvstore.match import Match, Namespace, Piece
 from kvstore.records import BlockName, Entry
@@ -127,16 +127,26 @@ class BundleKV:
         """Host memory: None."""
         return None
 
-    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
+    def gather(self, start: int, run: Run) -> None:
         """Copy payloads out of the file, verified. A last block that is saved shorter than it is stored is cut."""
+        gather = self.gathering(start, run)
+        for at in range(run.count):
+            gather(at, lambda payload: None)
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        """The same, payload by payload."""
         layout, part = self._bundle.layout, self._part
         first = start // layout.block_tokens
         size = layout.payload_bytes(part.group, run.tokens)
-        for at in range(run.count):
+
+        def gather(at: int, told: Told) -> None:
             block = self._blocks[first + at]
-            payload = self._bundle.payload(block, part)
-            raw = cut(payload, layout.groups[part.group], layout.itemsize, self._bundle.counts[block], run.tokens)
-            run.payload(at, size)[:] = raw
+            stored = self._bundle.payload(block, part)
+            payload = run.payload(at, size)
+            payload[:] = cut(stored, layout.groups[part.group], layout.itemsize, self._bundle.counts[block], run.tokens)
+            told(payload.data)
+
+        return gather
 
     def scatter(self, start: int, run: Run) -> None:
         """Never called: an export is not written to. Raises LayoutError."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import LayoutError
-from kvstore.kv import STRETCH_BYTES, Array, Ready, Run
+from kvstore.kv import STRETCH_BYTES, Array, Gathering, Run, Told
 from kvstore.layout import BLOCK_TOKENS_MAX, PAYLOAD_TARGET, Layout
 
 
@@ -83,10 +83,18 @@ class PagedKV:
         """Host memory: None."""
         return None
 
-    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
+    def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
+        self._gather(start, run)
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        """The same, payload by payload."""
+        return lambda at, told: self._gather(start + at * run.take, run.part(at, 1), told)
+
+    def _gather(self, start: int, run: Run, told: Told | None = None) -> None:
+        """told: given with a run of one payload, gets its bytes."""
         whole = self._whole(start, run)
-        told = 0
+        begin = run.offset
         for plane in self._planes:
             if whole is None:
                 for inside, outside in self._pieces(plane, start, run, 0):
@@ -95,10 +103,10 @@ class PagedKV:
                 np.copyto(_units(plane, run, self._page)[:, 0], plane.array[whole])
             else:
                 _units(plane, run, self._page)[...] = plane.array[whole]
-            stop = plane.stop * run.tokens * plane.array.dtype.itemsize
-            if ready is not None and stop - told >= STRETCH_BYTES:
-                told = stop
-                ready(stop)
+            stop = run.offset + plane.stop * run.tokens * plane.array.dtype.itemsize
+            if told is not None and (stop - begin >= STRETCH_BYTES or plane is self._planes[-1]):
+                told(run.memory.data[begin:stop])
+                begin = stop
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on. Raises LayoutError past the capacity."""

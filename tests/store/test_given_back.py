@@ -17,7 +17,7 @@ from stores import BLOCK, LAYOUT, PART, SLOT, StoreBench, StoreMaker, kv_of, tok
 from kvstore.errors import BusyError, DamagedError, SettingsError, UnsupportedError
 from kvstore.events import Fault, Skipped
 from kvstore.index import Index
-from kvstore.kv import HostKV
+from kvstore.kv import Gathering, HostKV, Run
 from kvstore.layout import Layout, Part
 from kvstore.tiers.growth import Grower
 from kvstore.tiers.medium import allocate_file
@@ -54,10 +54,13 @@ class Elsewhere:
 
     capacity, device = 1 << 20, "cuda:0"
 
-    def gather(self, start: int, run: object, ready: object = None) -> None:
+    def gather(self, start: int, run: Run) -> None:
         raise AssertionError("not to be read")
 
     scatter = gather
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        raise AssertionError("not to be read")
 
 
 def counts(bench: StoreBench, tier: str, database: Database) -> int:

@@ -18,7 +18,7 @@ from known_kv import PLAIN, SPEAKERS, load, save
 from kvstore import loading, saving
 from kvstore.copying import CopyThreads, Job, wait_all
 from kvstore.errors import BusyError, LayoutError
-from kvstore.kv import Bytes
+from kvstore.kv import Bytes, Gathering, Run, Told
 from kvstore.store import Store
 from kvstore.tiers import medium, reservation, segments
 from kvstore.tiers.medium import Medium
@@ -167,16 +167,22 @@ class Failing:
         self._ctrl_c = ctrl_c
         self.begun, self.ready, self.ended = threading.Event(), threading.Event(), False
 
-    def gather(self, start: int, run: object, ready: object = None) -> None:
-        if start:
-            self.begun.set()
-            assert self.ready.wait(30)
-            self._ctrl_c()
-            self.ended = True
-        else:
-            raise LayoutError("the engine's memory is gone", "try again")
+    def gather(self, start: int, run: Run) -> None:
+        raise AssertionError("a save gathers payload by payload")
 
     scatter = gather
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        def gather(at: int, told: Told) -> None:
+            if start:
+                self.begun.set()
+                assert self.ready.wait(30)
+                self._ctrl_c()
+                self.ended = True
+            else:
+                raise LayoutError("the engine's memory is gone", "try again")
+
+        return gather
 
 
 def test_a_ctrl_c_while_a_failed_save_gives_back_leaves_nothing_reserved(

@@ -13,7 +13,7 @@ from children import Child
 from known_kv import PLAIN, Speaker, load, load_match, save, slots_of
 
 from kvstore.events import Cause
-from kvstore.kv import Bytes, HostKV, Ready, Run
+from kvstore.kv import Bytes, Gathering, HostKV, Run, Told
 from kvstore.store import Store
 from kvstore.tiers.medium import Medium
 
@@ -75,9 +75,14 @@ class GatedKV(HostKV):
 
     gate: Gate
 
-    def gather(self, start: int, run: Run, ready: Ready | None = None) -> None:
-        self.gate.pass_through()
-        super().gather(start, run, ready)
+    def gathering(self, start: int, run: Run) -> Gathering:
+        gather = super().gathering(start, run)
+
+        def gated(at: int, told: Told) -> None:
+            self.gate.pass_through()
+            gather(at, told)
+
+        return gated
 
 
 def evict_all(store: Store) -> None:

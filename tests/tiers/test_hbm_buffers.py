@@ -136,6 +136,15 @@ def test_host_runs_go_both_ways_as_with_host_buffers(case: tuple[Layout, str], d
     device_kv(layout, kind, made).gather(start, run)
     host_kv(layout, kind, made).gather(start, same)
     assert np.array_equal(memory, other)
+    if take == tokens:
+        single = Run(np.zeros_like(memory), 64, STRIDE, count, tokens, take)
+        told: list[bytes] = []
+        gather = device_kv(layout, kind, made).gathering(start, single)
+        for at in range(count):
+            gather(at, lambda piece: told.append(bytes(piece)))
+        size = layout.payload_bytes(0, tokens)
+        assert told == [run.payload(at, size).tobytes() for at in range(count)]
+        assert told == [single.payload(at, size).tobytes() for at in range(count)]
 
     target = [tensor.clone() for tensor in made]
     device_kv(layout, kind, made).scatter(0, run)

@@ -149,24 +149,28 @@ def test_a_block_is_whole_pages_of_about_four_mebibytes(page: int, token_bytes: 
     scattered=st.booleans(),
     stretch=st.integers(1, 400),
 )
-def test_a_gather_tells_only_of_bytes_that_are_whole(
+def test_what_is_gathered_by_the_payload_is_the_same_and_told_of_when_it_is_there(
     tokens: int, start: int, by_dim: bool, scattered: bool, stretch: int
 ) -> None:
     source = pages(9, 4, by_dim=by_dim, seed=tokens)
     blocks = [7, 2, 5, 0, 8, 1] if scattered else list(range(6))
     size = layout(16).payload_bytes(tokens=tokens)
-    run, whole = (Run(np.zeros(size, np.uint8), 0, 0, 1, tokens, tokens) for _ in range(2))
+    count = 1 if tokens > 6 else 2
+    run, whole = (Run(np.zeros(size * count, np.uint8), 0, size, count, tokens, tokens) for _ in range(2))
     buffer = PagedKV(page_planes(layout(16), source, by_dim=by_dim), blocks)
     buffer.gather(start, whole)
-    told = [0]
+    pieces: list[memoryview] = []
 
-    def ready(stop: int) -> None:
-        assert told[-1] < stop <= size
-        assert np.array_equal(run.memory[:stop], whole.memory[:stop])
-        assert not run.memory[stop:].any()
-        told.append(stop)
+    def tell(piece: memoryview) -> None:
+        pieces.append(piece)
+        told = b"".join(pieces)
+        assert bytes(run.memory[-size:][: len(told)]) == told
 
     with mock.patch.object(paged, "STRETCH_BYTES", stretch):
-        buffer.gather(start, run, ready)
+        gather = buffer.gathering(start, run)
+        gather(count - 1, tell)
+        assert b"".join(pieces) == whole.memory[-size:].tobytes()
+        assert not run.memory[:-size].any()
+        gather(0, lambda piece: None)
     assert np.array_equal(run.memory, whole.memory)
-    assert len(told) > 1 or stretch > size // 2
+    assert len(pieces) > 1 or stretch > size // 2
