@@ -86,9 +86,10 @@ class CopyThreads:
         Job(work).begin(self._behind if stepped_back() else self._copy, among)
 
     def share(self, work: Callable[[], T], most: int, among: list[Job[T]]) -> None:
-        """Run a copy that takes from a queue, at most ``most`` times and in as many threads as there are for copies.
+        """Run a copy that takes from a queue in all the threads there are for copies, ``most`` (one or more) at most.
 
-        among: gets the jobs; the first of several is for the caller to do while it waits for them all (`wait_all`).
+        among: gets the jobs; the first of several is for the caller to do while it waits for them all (`wait_all`), a
+        single one for a thread.
         """
         count = min(most, self.copy_threads)
         if count > 1:

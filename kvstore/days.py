@@ -1,6 +1,6 @@
 """What each namespace was asked, served and saved, by day: in the lowest tier's index, so it survives restarts.
 
-`DayBook` is an observer: it notes what happens, on the thread on which it does; the keeper adds up and writes what came
+`DayBook` is an observer: it adds up in memory, on the thread on which something happens; the keeper writes what came
 together every few seconds, and no request waits for it. Must not know what a day is good for.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from kvstore.events import NOTED, Event, Hit, Miss, Moved, Prefilled, Saved
+from kvstore.events import Event, Hit, Miss, Moved, Prefilled, Saved
 from kvstore.index import Index
 from kvstore.records import damaged
 from kvstore.transaction import Database, Transaction
@@ -80,31 +79,22 @@ class DayBook:
 
     def __init__(self, index: Index, clock: Callable[[], float] = time.time) -> None:
         self._index, self._clock = index, clock
-        self._noted: deque[tuple[int, Event]] = deque()
         self._fresh: Days = {}
         self._lock = Lock()
         self.most = max(16, min(MOST, index.size // INDEX_SHARE // RECORD_BYTES))
 
     def __call__(self, event: Event) -> None:
-        """A request only notes it, with the day."""
-        self._noted.append((int(self._clock()) // DAY_S, event))
-        if len(self._noted) >= NOTED:
-            with self._lock:
-                self._add_up()
-
-    def _add_up(self) -> None:
-        while self._noted:
-            day, event = self._noted.popleft()
-            found = _counted(event)
-            if found is not None:
-                root, change = found
-                key = day, root or OTHERS
-                self._fresh[key] = self._fresh.get(key, Day()) + change
+        found = _counted(event)
+        if found is None:
+            return
+        root, change = found
+        key = int(self._clock()) // DAY_S, root or OTHERS
+        with self._lock:
+            self._fresh[key] = self._fresh.get(key, Day()) + change
 
     def flush(self) -> None:
         """Write what came together. Raises what a busy or a full index raises; then it is kept for the next time."""
         with self._lock:
-            self._add_up()
             fresh, self._fresh = self._fresh, {}
         if not fresh:
             return
@@ -119,7 +109,6 @@ class DayBook:
     def listing(self) -> Days:
         """All days, what this process has not written yet included."""
         with self._lock:
-            self._add_up()
             found = dict(self._fresh)
         with self._index.read() as txn:
             for raw_key, raw in txn.scan(Database.DAYS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -205,10 +205,6 @@ class Events:
             self._observers = tuple(known for known in self._observers if known is not observer)
 
 
-NOTED = 256
-"""Events that an observer of ours keeps before it adds them up."""
-
-
 class Counters:
     """An observer that adds events up: one integer a counter, under dotted names that `names` documents.
 
@@ -217,21 +213,19 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._noted: deque[Event] = deque()
         self._total: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
 
     def __call__(self, event: Event) -> None:
-        """A request only notes it; adding up is for those who ask."""
-        self._noted.append(event)
-        if len(self._noted) >= NOTED:
-            with self._lock:
-                self._add_up()
+        changes = _changes(event)
+        with self._lock:
+            for name, amount in changes:
+                self._total[name] += amount
+                self._fresh[name] += amount
 
     def take(self) -> dict[str, int]:
         """What was added since the last call."""
         with self._lock:
-            self._add_up()
             fresh, self._fresh = self._fresh, Counter()
         return dict(fresh)
 
@@ -243,20 +237,12 @@ class Counters:
     def pending(self) -> dict[str, int]:
         """What the next `take` would hand out."""
         with self._lock:
-            self._add_up()
             return dict(self._fresh)
 
     def snapshot(self) -> dict[str, int]:
         """Everything counted in this process."""
         with self._lock:
-            self._add_up()
             return dict(self._total)
-
-    def _add_up(self) -> None:
-        while self._noted:
-            for name, amount in _changes(self._noted.popleft()):
-                self._total[name] += amount
-                self._fresh[name] += amount
 
 
 def _changes(event: Event) -> list[tuple[str, int]]:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 MAX_READERS = 510
 FULL_PAUSES_S = (0.0, 0.01, 0.05)
 """How long the writer waits for readers of a full index to end, before it tries once more."""
+_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 LOCK_BYTES = 8 * PAGE
 """Size of ``lock.mdb``: LMDB's header and 64 bytes a reader."""
 
@@ -114,7 +115,7 @@ class Index:
                 with self._env.begin(buffers=False) as txn:
                     yield Transaction(txn, self._handles)
             except lmdb.Error as error:
-                raise _ours(f"reading the {self.name} index", error) from error
+                raise _as_ours(f"reading the {self.name} index", error) from error
         finally:
             try:
                 self._left(reader)
@@ -264,8 +265,8 @@ class Index:
         except BaseException as raised:  # noqa: BLE001  handed to the caller below
             error = raised
             if isinstance(raised, lmdb.Error):
-                error = _ours(f"writing the {self.name} index", raised)
-                error.__cause__ = raised
+                error = _as_ours(f"writing the {self.name} index", raised)
+                error.__cause__ = raised  # `raise … from`, for one that the caller's thread will raise
             failed = True
             if txn is not None:
                 txn.abort()
@@ -311,14 +312,14 @@ class Index:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """LMDB's errors become ours."""
+    """LMDB's errors become ours. Where a request waits, `_as_ours` is called without this."""
     try:
         yield
     except lmdb.Error as error:
-        raise _ours(what, error) from error
+        raise _as_ours(what, error) from error
 
 
-def _ours(what: str, error: lmdb.Error) -> KVStoreError:
+def _as_ours(what: str, error: lmdb.Error) -> KVStoreError:
     """The one place that knows what LMDB's errors mean."""
     if isinstance(error, lmdb.MapFullError):
         return NoSpaceError(f"{what}: the index is full", "raise the tier's budget, or use larger blocks")
@@ -329,6 +330,3 @@ def _ours(what: str, error: lmdb.Error) -> KVStoreError:
     if isinstance(error, lmdb.LockError):
         return BusyError(f"{what}: {error}", "close the other handle first")
     return StorageError(f"{what}: {error}", "check the disk; `kvstore doctor` helps")
-
-
-_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)

@@ -77,7 +77,11 @@ class KVBuffer(Protocol):
         """Copy tokens from ``start`` on into the run's payloads."""
 
     def gathering(self, start: int, run: Run) -> Gathering:
-        """The same, prepared, to be done payload by payload: a run whose payloads are used whole."""
+        """A gather, prepared, to be done payload by payload, for a run whose payloads are used whole.
+
+        All bytes of a payload must be told of, each once and in order: their checksum is taken of what is told, and a
+        block whose checksum is wrong is never served. Raises LayoutError past the capacity, or what it gives does.
+        """
 
     def scatter(self, start: int, run: Run) -> None:
         """Copy the run's payloads to the tokens from ``start`` on."""
@@ -185,7 +189,7 @@ class HostKV:
             np.copyto(inside, outside)
 
     def gathering(self, start: int, run: Run) -> Gathering:
-        """The same, payload by payload. Raises LayoutError past the capacity.
+        """A gather, to be done payload by payload. Raises LayoutError past the capacity.
 
         What is between two copies is kept short: they leave nothing of it in a core's cache.
         """

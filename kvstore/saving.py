@@ -90,8 +90,8 @@ class _Tally:
 class _Fill:
     """A batch being copied: its slots, the copies under way, and the checksums that come of them.
 
-    waiting: blocks that no thread has begun, each with what gathers it, under which number. bare: blocks whose payload
-    is in its slot, and whose header is not.
+    waiting: blocks that no thread has begun: what gathers each, its number there, and its slot. bare: blocks whose
+    payload is in its slot, with the checksum, and whose header is not.
     """
 
     placed: Sequence[Placement]
@@ -283,7 +283,7 @@ class Saver:
 
 
 def _rows(placed: Sequence[Placement], block_tokens: int) -> Iterator[Sequence[Placement]]:
-    """Blocks in order, as rows: whole ones that follow one another in the sequence and in their slots."""
+    """Blocks (one or more) in order, as rows: whole ones that follow each other in the sequence and in their slots."""
     begin = 0
     for at in range(1, len(placed)):
         before, here = placed[at - 1], placed[at]

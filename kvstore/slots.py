@@ -32,11 +32,12 @@ class SlotRun(NamedTuple):
         return [SlotRef(self.segment, self.first + i) for i in range(self.count)]
 
 
+_ZERO, _ONE = b"01"
 _FREE = re.compile(b"1+")
 
 
 class FreeMap:
-    """Which slots of one segment are free: one character a slot, ``1`` where free, else ``0``.
+    """Which slots of one segment are free. bits: one character a slot, ``1`` where it is free, else ``0``.
 
     Of builtins only: for the few slots of most segments, numpy's code would cost more than the work.
     """
@@ -51,14 +52,14 @@ class FreeMap:
 
     @classmethod
     def unpack(cls, raw: bytes, slots: int) -> FreeMap:
-        """From its stored bytes."""
-        number = int.from_bytes(raw, "big") >> -slots % 8
-        return cls(bytearray(format(1 << slots | number, "b")[1:], "ascii"))
+        """From its stored bytes, as many as ``slots`` take."""
+        number = int.from_bytes(raw, "big") >> (-slots % 8)
+        return cls(bytearray(format((1 << slots) | number, "b")[1:], "ascii"))
 
     def pack(self) -> bytes:
         """Its stored bytes: bit i, from the high end, is slot i."""
         slots = len(self.bits)
-        return (int(self.bits or b"0", 2) << -slots % 8).to_bytes(-(-slots // 8), "big")
+        return (int(self.bits or b"0", 2) << (-slots % 8)).to_bytes(-(-slots // 8), "big")
 
     @property
     def free(self) -> int:
@@ -89,9 +90,6 @@ class FreeMap:
     def runs(self, segment: int) -> list[SlotRun]:
         """The runs of free slots, in order."""
         return [SlotRun(segment, run.start(), run.end() - run.start()) for run in _FREE.finditer(self.bits)]
-
-
-_ZERO, _ONE = b"01"
 
 
 def choose_runs(runs: Iterable[SlotRun], count: int) -> list[SlotRun]:

@@ -174,7 +174,7 @@ class DeviceKV:
                 host.copy_(rows.memory.view(host.shape))
 
     def gathering(self, start: int, run: Run) -> Gathering:
-        """The same, payload by payload."""
+        """A gather, to be done payload by payload (`KVBuffer.gathering`)."""
         size = self.layout.payload_bytes(self.group, run.tokens)
 
         def gather(at: int, told: Told) -> None:

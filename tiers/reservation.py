@@ -237,13 +237,13 @@ class _Pick:
 def mark_writing(
     txn: Transaction, names: Sequence[BlockName], refs: Sequence[SlotRef], generations: Sequence[int], terms: Terms
 ) -> list[Placement]:
-    """Record blocks, as many as there are slots, as WRITING in them. generations: the slots' before."""
+    """Record the first blocks, as many as there are slots, as WRITING. generations: what the slots' have been."""
     placed: list[Placement] = []
     blocks: list[tuple[bytes, bytes]] = []
     slots: list[tuple[bytes, bytes]] = []
     writing: list[tuple[bytes, bytes]] = []
     namespace, epoch, root, owner = terms.namespace, terms.epoch, terms.root, terms.owner
-    for name, ref, generation in zip(names, refs, generations, strict=False):
+    for name, (ref, generation) in zip(names, zip(refs, generations, strict=True), strict=False):
         index_key, place = name.index_key, slot_key(ref)
         record = writing_record(name, ref, generation + 1, namespace, epoch, owner)
         placed.append(Placement(name, ref, generation + 1, epoch, root, record))

@@ -6,7 +6,7 @@ up, copy, and then ask `unchanged`. It does not know layouts, only names, slot s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,8 +130,8 @@ class SlottedTier:
     def touch(self, refs: Sequence[SlotRef], depths: Sequence[int], now: int, flags: int | None = None) -> None:
         """Note that blocks were used. depths: how many blocks come before each; now: `boottime_ns` of the operation.
 
-        Tails get older stamps than heads, so that a prefix outlives its continuations. flags: as for `flag`, to be set
-        before; None leaves them.
+        Tails get older stamps than heads, so that a prefix outlives its continuations. flags: what the slots' flags
+        become, before the stamps change; None leaves them as they are.
         """
         latest = self._stamp_base + now
         for segment, (slots, places) in by_segment(refs).items():
@@ -353,7 +353,7 @@ class SlottedTier:
             siblings = namespaces.under_salt(txn, space.salt) if quota is not None else ()
             terms = Terms(self.owner, number, space.root, slot_bytes, epoch, siblings, quota)
             held.clear()
-            spared = self.spared_in(txn, held) if candidates else _nothing_spared
+            spared = self.spared_in(txn, held)
             return reservation.reserve(txn, names, terms, candidates, spared, self.arrays.generations)
 
         return work
@@ -361,12 +361,16 @@ class SlottedTier:
     def spared_in(self, txn: Transaction, held: list[SlotRef]) -> Callable[[Candidate, Entry], bool]:
         """Which victims must not be taken, as a transaction sees it: leased, pinned, or used since picked.
 
-        held: gets those that a lease or a pin keeps.
+        held: gets those that a lease or a pin keeps. What is leased and pinned is looked up for the first candidate.
         """
-        leased = ledger.leased_slots(txn, boottime_ns()) if self._respects_leases else {}
-        pins = self.pins()
+        leased: Mapping[int, set[int]] = {}
+        pins: frozenset[bytes] | None = None
 
         def spared(candidate: Candidate, entry: Entry) -> bool:
+            nonlocal leased, pins
+            if pins is None:
+                leased = ledger.leased_slots(txn, boottime_ns()) if self._respects_leases else {}
+                pins = self.pins()
             ref = candidate.ref
             if entry.key in pins or ref.slot in leased.get(ref.segment, ()):
                 held.append(ref)
@@ -387,11 +391,16 @@ class SlottedTier:
                 generations[slot] = placed[place].generation
 
     def _forget(self, gone: Sequence[Entry] | Sequence[Placement]) -> None:
-        """Clear the stamps of blocks that are gone, unless their slots have new owners already."""
-        refs, theirs = [one.ref for one in gone], [one.generation for one in gone]
-        for (segment, slot), now, then in zip(refs, self.arrays.generations(refs), theirs, strict=True):
-            if now == then:
-                self.arrays.of(segment).stamps[slot] = 0
+        """Clear the stamps of blocks that are gone, unless their slots have new owners already.
+
+        Slot by slot: of thousands, those looked at first may have one before the last are looked at.
+        """
+        for segment, (slots, places) in by_segment([one.ref for one in gone]).items():
+            arrays = self.arrays.holding(segment, slots)
+            generations, stamps = arrays.generations.data, arrays.stamps.data
+            for slot, place in zip(slots, places, strict=True):
+                if generations[slot] == gone[place].generation:
+                    stamps[slot] = 0
 
     def _candidates(self, slot_bytes: int, needed: int, space: Space, afresh: bool) -> list[Candidate]:
         if not space.salt or self.quota(space.salt) is None:
@@ -404,8 +413,3 @@ class SlottedTier:
 def _set(cells: memoryview, slots: Sequence[int], value: int) -> None:
     for slot in slots:
         cells[slot] = value
-
-
-def _nothing_spared(candidate: Candidate, entry: Entry) -> bool:
-    """For a reservation without candidates, which need not ask who leases what."""
-    return False

@@ -134,7 +134,7 @@ class BundleKV:
             gather(at, lambda payload: None)
 
     def gathering(self, start: int, run: Run) -> Gathering:
-        """The same, payload by payload."""
+        """A gather, to be done payload by payload (`KVBuffer.gathering`)."""
         layout, part = self._bundle.layout, self._part
         first = start // layout.block_tokens
         size = layout.payload_bytes(part.group, run.tokens)

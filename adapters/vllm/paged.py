@@ -88,7 +88,7 @@ class PagedKV:
         self._gather(start, run)
 
     def gathering(self, start: int, run: Run) -> Gathering:
-        """The same, payload by payload."""
+        """A gather, to be done payload by payload (`KVBuffer.gathering`)."""
         return lambda at, told: self._gather(start + at * run.take, run.part(at, 1), told)
 
     def _gather(self, start: int, run: Run, told: Told | None = None) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from stores import (
     BLOCK,
@@ -706,6 +708,38 @@ def test_a_slot_taken_again_before_its_stamp_was_cleared_keeps_the_new_stamp(mak
     removed = bench.index.write(lambda txn: ledger.remove(txn, [victim]))
     bench.save(bench.names(2, 1))
     bench.tier._forget(removed)
+    assert integrity.check(bench.tier, {bench.tier.owner}) == []
+
+
+def test_slots_taken_again_while_the_stamps_of_many_are_cleared_keep_the_new_ones(make: Maker) -> None:
+    bench = make(whole_segments=1)
+    names = bench.names(1, SLOTS_A_SEGMENT)
+    bench.save(names)
+    removed = bench.index.write(lambda txn: ledger.remove(txn, [(name.index_key, name.key) for name in names]))
+    assert len(removed) > 3
+
+    class Stamps:
+        """A segment's stamps; others take all the slots when the first of them has been cleared."""
+
+        def __init__(self, array: npt.NDArray[np.uint64]) -> None:
+            self.array, self.taken = array, False
+
+        @property
+        def data(self) -> Stamps:
+            return self
+
+        def __setitem__(self, slot: int, stamp: int) -> None:
+            self.array[slot] = stamp
+            if not self.taken:
+                self.taken = True
+                bench.save(bench.names(2, SLOTS_A_SEGMENT))
+
+    arrays = bench.tier.arrays.of(removed[0].ref.segment)
+    stamps = Stamps(arrays.stamps)
+    bench.tier.arrays._mapped[removed[0].ref.segment] = replace(arrays, stamps=stamps)
+    bench.tier._forget(removed)
+    assert stamps.taken
+    bench.tier.arrays._mapped[removed[0].ref.segment] = arrays
     assert integrity.check(bench.tier, {bench.tier.owner}) == []
 
 

@@ -184,7 +184,6 @@ def test_whatever_is_merged_and_whenever_it_is_written_the_sum_stays(
         plain(event)
         if write:
             book.flush()
-    plain._add_up()
     wanted = sum(plain._fresh.values(), Day())
     assert sum(book.listing().values(), Day()) == wanted
     book.flush()
