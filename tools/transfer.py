@@ -87,16 +87,18 @@ def restore(store: Store, bundle: Bundle, space: Namespace, step: Callable[[int,
     for count, (blocks, ids) in enumerate(bundle.sequences(), 1):
         buffers: dict[Part, KVBuffer] = {part: BundleKV(bundle, blocks, part) for part in bundle.parts}
         for stop in [*range(stride, len(ids), stride), len(ids)]:
-            for _ in range(ATTEMPTS):  # on a busy machine a save may not have had the index in time
+            # On a busy machine a save may not have had the index in time; and what an import that was interrupted
+            # has left in memory alone is known to a save, which does not take it to the disk.
+            for _ in range(ATTEMPTS):
                 saved = store.save(space, ids[:stop], buffers)
                 new, size = new + saved.new_blocks, size + saved.bytes
                 known = saved.known_blocks if stop == len(ids) else known
                 store.flush(FLUSH_S)
-                if not saved.skipped_blocks:
+                match = store.match(space, ids[:stop])
+                kept = _kept(store, match)
+                if kept == stop:
                     break
-                _leave_to_disk(store, store.match(space, ids[:stop]))
-        match = store.match(space, ids)
-        kept = _kept(store, match)
+                _leave_to_disk(store, match)
         if kept < len(ids):
             lowest = store._core.lowest.name
             needed = -(-len(ids) // layout.block_tokens)

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
+from kvstore.core import Core
 from kvstore.errors import NoSpaceError
 from kvstore.kv import HostKV
 from kvstore.layout import Layout
@@ -150,4 +151,33 @@ def test_a_disk_that_fills_up_during_an_import_is_told(full: Path, tmp_path: Pat
     with kvstore.open(away, **SIZES) as store, Bundle(file) as bundle:
         moved = restore(store, bundle, store.namespace(bundle.layout), lambda done, total: None)
         assert moved.sequences == SEQUENCES
+        assert store.verify().problems == []
+
+
+def test_an_import_takes_to_disk_what_an_interrupted_one_left_in_memory(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper would, in its time: the import must not depend on who is first."""
+    file, away = tmp_path / "x.safetensors", tmp_path / "away"
+    export(full, file)
+
+    def wrap(medium: Any) -> Any:
+        if medium.name != "nvme":
+            return medium
+        return FaultMedium(medium, [FaultRule(Operation.WRITE, Effect.EIO)])
+
+    monkeypatch.setattr(Core, "_rescan", lambda self: None)
+    with kvstore.open(away, wrap=wrap, **SIZES) as store, Bundle(file) as bundle:
+        space = store.namespace(bundle.layout)
+        for number in range(3):
+            kv = np.full((8, 2, 4, TOKENS, 32), number, np.uint32)
+            assert store.save(space, sequence(number), HostKV.stacked(LAYOUT, kv)).new_blocks == TOKENS // 16
+        store.flush(30)
+    with kvstore.open(away, **SIZES) as store, Bundle(file) as bundle:
+        space = store.namespace(bundle.layout)
+        assert store.match(space, sequence(2)).tokens == TOKENS
+        moved = restore(store, bundle, space, lambda done, total: None)
+        assert (moved.sequences, moved.blocks, moved.known) == (SEQUENCES, SEQUENCES * TOKENS // 16, 0)
+        store.evict(everything=True, tier="ram")
+        assert all(store.match(space, sequence(number)).tokens == TOKENS for number in range(SEQUENCES))
         assert store.verify().problems == []
