@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OVERHEAD_TIMES = 4
 """So many more pairs of cold requests: the bound is three hundredths, and computing wavers by more than that."""
+DECODE_TIMES = 3
+"""So many more pairs of decoded answers, for the same reason."""
 DECODE_TOKENS = 16
 COLD_TOKENS = 1024
 COLD_ANSWER = 16
@@ -130,12 +132,13 @@ def _decode(bench: Bench, history: list[int], pairs: int, step: Any) -> dict[str
             cache.update(keys.clone(), values.clone(), index)
         return bench.request(ids, new, cache).seconds
 
+    count = DECODE_TIMES * pairs
     both = paired(
         *alternate(
             lambda: steps(lambda new: bench.hot(ids, live, new)),
             lambda: steps(stock),
-            pairs,
-            lambda done: step("decode", done, pairs),
+            count,
+            lambda done: step("decode", done, count),
         ),
         DECODE,
         rate=False,
