@@ -32,7 +32,7 @@ def resume(
     path: FolderOption = None,
     as_json: terminal.JsonOption = False,
 ) -> None:
-    """A real model's resumed requests, decoding, and cold requests, each beside its limit. Takes five minutes.
+    """A real model's resumed requests, decoding, and cold requests, each beside its limit. Takes eight minutes.
 
     Example:
 
@@ -62,7 +62,7 @@ def decode(
 ) -> None:
     """Time to the next token with no cache, with a live cache and after a resume, by length of the text.
 
-    Up to 8,192 tokens it takes five minutes on two processors, most of them without a cache.
+    Up to 8,192 tokens it takes eight minutes on two processors, most of them without a cache.
 
     Example:
 

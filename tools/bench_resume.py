@@ -23,7 +23,7 @@ from kvstore.tools.scratch import scratch_store
 if TYPE_CHECKING:
     from kvstore.tools.resume import Bench
 
-OVERHEAD_TIMES = 4
+OVERHEAD_TIMES = 8
 """So many more pairs of cold requests: the bound is three hundredths, and computing wavers by more than that."""
 DECODE_TIMES = 3
 """So many more pairs of decoded answers, for the same reason."""
