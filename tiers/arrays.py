@@ -119,6 +119,44 @@ class ArrayFiles:
                 found[place] = now[slot]
         return found
 
+    def use(self, refs: Sequence[SlotRef], stamps: Sequence[int], flags: int | None) -> None:
+        """Set the stamps of slots, and before them their flags unless None. Raises DamagedError as `generations`."""
+        for segment, (slots, places) in by_segment(refs).items():
+            arrays = self.holding(segment, slots)
+            if flags is not None:
+                _fill(arrays.flags.data, slots, flags)
+            cells = arrays.stamps.data
+            for slot, place in zip(slots, places, strict=True):
+                cells[slot] = stamps[place]
+
+    def flag(self, refs: Sequence[SlotRef], flags: int) -> None:
+        """Set the flags of slots. Raises DamagedError as `generations`."""
+        for segment, (slots, _) in by_segment(refs).items():
+            _fill(self.holding(segment, slots).flags.data, slots, flags)
+
+    def begin(self, refs: Sequence[SlotRef], generations: Sequence[int], namespace: int) -> None:
+        """Slots get new owners: stamps and flags are cleared, and the generations go up last."""
+        for segment, (slots, places) in by_segment(refs).items():
+            arrays = self.of(segment)
+            _fill(arrays.stamps.data, slots, 0)
+            _fill(arrays.namespaces.data, slots, namespace)
+            _fill(arrays.flags.data, slots, 0)
+            cells = arrays.generations.data
+            for slot, place in zip(slots, places, strict=True):
+                cells[slot] = generations[place]
+
+    def forget(self, refs: Sequence[SlotRef], generations: Sequence[int]) -> None:
+        """Clear the stamps of slots that still have these generations. Raises DamagedError as `generations`.
+
+        Slot by slot: of thousands, those looked at first may have new owners before the last are looked at.
+        """
+        for segment, (slots, places) in by_segment(refs).items():
+            arrays = self.holding(segment, slots)
+            now, stamps = arrays.generations.data, arrays.stamps.data
+            for slot, place in zip(slots, places, strict=True):
+                if now[slot] == generations[place]:
+                    stamps[slot] = 0
+
     def close(self) -> None:
         """Forget the mappings."""
         self._mapped.clear()
@@ -132,3 +170,8 @@ def by_segment(refs: Sequence[SlotRef]) -> dict[int, tuple[list[int], list[int]]
         slots.append(slot)
         places.append(at)
     return groups
+
+
+def _fill(cells: memoryview, slots: Sequence[int], value: int) -> None:
+    for slot in slots:
+        cells[slot] = value

@@ -21,7 +21,7 @@ from kvstore.policy import Policy
 from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage, entry_namespace
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, lookup, namespaces, reservation, segments, wiping
-from kvstore.tiers.arrays import ArrayFiles, by_segment
+from kvstore.tiers.arrays import ArrayFiles
 from kvstore.tiers.growth import AHEAD_SHARE, Grower
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
@@ -134,13 +134,7 @@ class SlottedTier:
         become, before the stamps change; None leaves them as they are.
         """
         latest = self._stamp_base + now
-        for segment, (slots, places) in by_segment(refs).items():
-            arrays = self.arrays.holding(segment, slots)
-            if flags is not None:
-                _set(arrays.flags.data, slots, flags)
-            stamps = arrays.stamps.data
-            for slot, place in zip(slots, places, strict=True):
-                stamps[slot] = latest - depths[place]
+        self.arrays.use(refs, [latest - depth for depth in depths], flags)
 
     def oldest_stamp(self, seconds: float) -> int:
         """The stamp a block has that was last used ``seconds`` ago."""
@@ -148,8 +142,7 @@ class SlottedTier:
 
     def flag(self, refs: Sequence[SlotRef], flags: int) -> None:
         """Set the flags of slots (`kvstore.policy.CLEAN`)."""
-        for segment, (slots, _) in by_segment(refs).items():
-            _set(self.arrays.holding(segment, slots).flags.data, slots, flags)
+        self.arrays.flag(refs, flags)
 
     # ---------------------------------------------------------------- writing
 
@@ -381,26 +374,13 @@ class SlottedTier:
 
     def _begin(self, placed: Sequence[Placement]) -> None:
         """After the commit that unmapped the old blocks, before the first new byte: the generations go up."""
-        for segment, (slots, places) in by_segment([placement.ref for placement in placed]).items():
-            arrays = self.arrays.of(segment)
-            _set(arrays.stamps.data, slots, 0)
-            _set(arrays.namespaces.data, slots, entry_namespace(placed[0].record))  # who reserves has one namespace
-            _set(arrays.flags.data, slots, 0)
-            generations = arrays.generations.data
-            for slot, place in zip(slots, places, strict=True):
-                generations[slot] = placed[place].generation
+        if placed:
+            namespace = entry_namespace(placed[0].record)  # who reserves has one
+            self.arrays.begin([one.ref for one in placed], [one.generation for one in placed], namespace)
 
     def _forget(self, gone: Sequence[Entry] | Sequence[Placement]) -> None:
-        """Clear the stamps of blocks that are gone, unless their slots have new owners already.
-
-        Slot by slot: of thousands, those looked at first may have one before the last are looked at.
-        """
-        for segment, (slots, places) in by_segment([one.ref for one in gone]).items():
-            arrays = self.arrays.holding(segment, slots)
-            generations, stamps = arrays.generations.data, arrays.stamps.data
-            for slot, place in zip(slots, places, strict=True):
-                if generations[slot] == gone[place].generation:
-                    stamps[slot] = 0
+        """Clear the stamps of blocks that are gone, unless their slots have new owners already."""
+        self.arrays.forget([one.ref for one in gone], [one.generation for one in gone])
 
     def _candidates(self, slot_bytes: int, needed: int, space: Space, afresh: bool) -> list[Candidate]:
         if not space.salt or self.quota(space.salt) is None:
@@ -408,8 +388,3 @@ class SlottedTier:
         with self.index.read() as txn:
             own = namespaces.under_salt(txn, space.salt)
         return self._cold.first_of(slot_bytes, needed, own)
-
-
-def _set(cells: memoryview, slots: Sequence[int], value: int) -> None:
-    for slot in slots:
-        cells[slot] = value
