@@ -11,7 +11,6 @@ import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +179,7 @@ def measure(
             if name == "victims":
                 large.fill_up()
                 small.fill_up()
-            count = TIMES[name] * pairs
-            told = partial(_tell, step, name, count)
-            big, little = alternate(of_large, of_small, count, told)
-            both = paired(big, little, HARDLY, rate=False)
-            figures[name] = {
-                "small_us_a_block": _a_block(little, blocks).median,
-                "large_us_a_block": _a_block(big, blocks).median,
-                "large_over_small": both.ratio.median,
-                "verdict": str(both.ratio.verdict),
-                "samples": both.to_dict(),
-            }
+            figures[name] = _compared(name, of_large, of_small, blocks, TIMES[name] * pairs, step)
         used = {str(books.entries): books.index.used_bytes() for books in made}
     head = {
         "small_entries": small_entries,
@@ -201,8 +190,24 @@ def measure(
     return {**head, "index_bytes": used, **figures}
 
 
-def _tell(step: Callable[[str, int, int | None], None], name: str, count: int, done: int) -> None:
-    step(name, done, count)
+def _compared(
+    name: str,
+    of_large: Callable[[], float],
+    of_small: Callable[[], float],
+    blocks: int,
+    pairs: int,
+    step: Callable[[str, int, int | None], None],
+) -> dict[str, Any]:
+    """One figure: what ``blocks`` blocks take in the large store over what they take in the small one."""
+    big, little = alternate(of_large, of_small, pairs, lambda done: step(name, done, pairs))
+    both = paired(big, little, HARDLY, rate=False)
+    return {
+        "small_us_a_block": _a_block(little, blocks).median,
+        "large_us_a_block": _a_block(big, blocks).median,
+        "large_over_small": both.ratio.median,
+        "verdict": str(both.ratio.verdict),
+        "samples": both.to_dict(),
+    }
 
 
 def _a_block(seconds: Sequence[float], blocks: int) -> Figure:
