@@ -28,6 +28,7 @@ from kvstore.tools.cli import app
 SALTED, PLAIN = 40 * 512, 64 * 512
 """Bytes of the sequence of 40 tokens under ``first``, and of that of 64 tokens under ``second``."""
 AGE_S = min(600.0, boottime_ns() / 2e9)
+"""How long ago the sequence of 9 tokens was used: no stamp is from before the host started."""
 
 
 @pytest.fixture
@@ -96,7 +97,12 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "wanted"), CHOICES, ids=lambda one: " ".join(map(str, one)))
+def shown(one: list[Any]) -> str:
+    """The name of words, or of lengths, in a test's name: the same in every process, whatever the host's age."""
+    return " ".join("AGE" if isinstance(word, float) else str(word) for word in one)
+
+
+@pytest.mark.parametrize(("words", "wanted"), CHOICES, ids=shown)
 def test_each_choice_and_several_at_once(mixed: Any, words: list[Any], wanted: list[int]) -> None:
     assert lengths(*words, "--path", mixed.path) == wanted
 
