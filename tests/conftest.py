@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from stores import StoreBench, StoreMaker, shm_directory
 # A deadline would make the suite fail on a busy machine, not on a wrong program.
 settings.register_profile("kvstore", deadline=None)
 settings.load_profile("kvstore")
+
+# A shell that puts a job into the background lets it ignore Ctrl-C, and all that the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
