@@ -152,14 +152,20 @@ class Core:
     # ---------------------------------------------------------------- answers
 
     def loader_for(self, buffer: KVBuffer) -> Loader | DeviceLoader:
-        """What loads into a buffer. Raises UnsupportedError for a device without `hbm`."""
+        """What loads into a buffer that is within reach."""
         if buffer.device is None:
             return self.loader
-        if self.device_loader is None:
-            raise UnsupportedError(
-                f"the tensors are on {buffer.device}, and hbm is off", "open the store with hbm=1GiB or more"
-            )
+        assert self.device_loader is not None
         return self.device_loader
+
+    def require_reach(self, buffer: KVBuffer) -> None:
+        """Raises UnsupportedError for tensors on another device than `hbm` is on."""
+        if buffer.device is None or (self.hbm is not None and buffer.device == self.hbm.device):
+            return
+        raise UnsupportedError(
+            f"the tensors are on {buffer.device}, and hbm is {f'on {self.hbm.device}' if self.hbm else 'off'}",
+            "open the store with hbm=1GiB or more, and device= the tensors' own",
+        )
 
     def living(self) -> set[bytes]:
         """Owners that may be writing: this process and the others that live."""

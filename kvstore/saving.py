@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvstore.copying import CopyThreads, Job, ended, wait_all
 from kvstore.devices import DeviceSaver
-from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError, UnsupportedError
+from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError
 from kvstore.events import Events, Fault, Skipped
 from kvstore.events import Saved as SavedEvent
 from kvstore.header import HEADER_BYTES, pack_header, payload_checksum, payload_hash, slot_bytes
@@ -225,10 +225,7 @@ class Saver:
 
     def _fill_from_device(self, fill: _Fill, job: SaveJob) -> None:
         """The same by way of `hbm`; blocks that find no staging there are given back at once."""
-        if self._device is None:
-            raise UnsupportedError(
-                f"the tensors are on {job.buffer.device}, and hbm is off", "open the store with hbm=1GiB or more"
-            )
+        assert self._device is not None
         size, block_tokens = job.slot_bytes, job.chain.block_tokens
         transfer, fill.placed, left = self._device.begin(fill.placed, job.buffer, block_tokens, size)
         self._ram.abandon(left)

@@ -110,11 +110,12 @@ class Store:
         some of the layout's parts loads these alone: a rank passes its own shard. Never raises for a block that cannot
         be had: the prefix ends there. To be called for an empty match too, so that misses are counted. counted: False
         where nobody asked, as for `kvstore warm`: no hit and no miss is told. Raises LayoutError when the buffer has no
-        room.
+        room, UnsupportedError when it is on another device than `device`.
         """
         core = self._require()
         parts = parts_of(match.space.layout, buffers)
         for part, buffer in parts.items():
+            core.require_reach(buffer)
             if buffer.capacity < match.tokens:
                 raise LayoutError(
                     f"the buffer of {part} has room for {buffer.capacity} tokens, {match.tokens} are stored",
@@ -134,13 +135,15 @@ class Store:
         """Save the KV of ``tokens``, which lies in ``buffers[0 : len(tokens)]``; gathered before the call returns.
 
         Blocks that the store has are left as they are. The last, partial block is saved too. A mapping of some of the
-        layout's parts saves these alone. Raises TokenError, LayoutError.
+        layout's parts saves these alone. Raises TokenError, LayoutError, and UnsupportedError when a buffer is on
+        another device than `device`.
         """
         core = self._require()
         ids = as_tokens(tokens)
         linked = chain(space.root, ids, space.layout.block_tokens, extras)
         parts = parts_of(space.layout, buffers)
         for part, buffer in parts.items():
+            core.require_reach(buffer)
             if buffer.capacity < len(ids):
                 raise LayoutError(
                     f"the buffer of {part} has {buffer.capacity} tokens, {len(ids)} are to be saved",
@@ -162,6 +165,12 @@ class Store:
             sum(one.bytes for one in done),
             sum(one.seconds for one in done),
         )
+
+    @property
+    def device(self) -> str | None:
+        """Where the `hbm` tier lives, such as ``cuda:0``: the one device KV is loaded to and saved from. None without."""
+        hbm = self._require().hbm
+        return hbm.device if hbm is not None else None
 
     def prefetch(self, match: Match, *, deadline_s: float | None = None) -> Prefetch:
         """Bring a match's blocks up to `ram`, in the background; it stops ``deadline_s`` seconds from now."""

@@ -135,6 +135,10 @@ class DeviceStats:
 class DeviceTier(Protocol):
     """Blocks on a device. Every method may be called from any thread; none but `close` waits for the device."""
 
+    @property
+    def device(self) -> str:
+        """Where the tier lives, with an index where there are several: ``cuda:0``, ``cpu``."""
+
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether its block is resident at this moment; it may be gone the next: see `acquire`."""
 

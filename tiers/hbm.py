@@ -73,6 +73,11 @@ class HbmTier:
         self._calls: set[int] = set()
         self._closed = False
 
+    @property
+    def device(self) -> str:
+        """Such as ``cuda:0`` or ``cpu``."""
+        return str(self._device)
+
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether its block is resident at this moment."""
         with self._state:

@@ -40,6 +40,7 @@ REASONS: Mapping[str, str] = {
     "probe": "a short forward of the model failed",
     "dtype": "the cache's dtype cannot be stored",
     "several-devices": "the model is spread over several devices",
+    "device": "the store reaches no device but its hbm tier's: open it with hbm=1GiB or more, and device= the model's",
     "sharded": "the model's weights are sharded tensors",
     "no-weights": "some weights are not loaded (meta device, or offloaded)",
     "inference-weights": "weights made under inference_mode cannot be watched for changes",
@@ -163,6 +164,11 @@ def refuse_state(model: Any, modules: Iterable[Any]) -> str | None:
     if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "several-devices"
     return "training" if model.training else None
+
+
+def refuse_device(device: torch.device, reached: str | None) -> str | None:
+    """Why a model on ``device`` must not be served by a store whose `hbm` is on ``reached``; None where it may."""
+    return None if device.type == "cpu" or str(device) == reached else "device"
 
 
 def resolve(model: Any, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> GenerationConfig:

@@ -108,7 +108,7 @@ class Attachment:
     def refusal(self) -> str | None:
         """Why the model in its present state is left alone, as a code of `allow.REASONS`; None where it is served."""
         try:
-            self._model_layout.current()
+            self._model_layout.within(self.store.device)
         except Refused as refused:
             return refused.reason
         return None
@@ -219,7 +219,7 @@ class Attachment:
 
     def _ground(self) -> Ground:
         """What a run of now stands on. Raises Refused."""
-        present, options = self._model_layout.current(), self.options
+        present, options = self._model_layout.within(self.store.device), self.options
         with self._lock:
             space = self._spaces.get(present.layout.fingerprint)
             if space is None:
@@ -270,10 +270,12 @@ def attach(
     """Let ``model.generate`` resume from ``store`` and save to it.
 
     model: a causal transformers model, also inside PEFT's or torch.compile's wrapper. salt: requests under different
-    salts never see each other's KV. label: how listings name the model. least_tokens: shorter prefixes are not worth
-    a load. warm_tokens: memory made ready for a request of so many tokens. pool_bytes: memory kept between requests.
-    gate: load only what, by measurement, is faster to load than to run again. counted: False where nobody asks
-    and calls only make KV resident, as those of `kvstore warm`: nothing counts as asked for, served, missed or refused.
+    salts never see each other's KV. label: how listings name the model. block_tokens: tokens a block, a choice that
+    depends on the model when left out; blocks of another size are another namespace. least_tokens: shorter prefixes
+    are not worth a load. warm_tokens: memory made ready for a request of so many tokens. pool_bytes: memory kept
+    between requests. gate: load only what, by measurement, is faster to load than to run again. counted: False where
+    nobody asks and calls only make KV resident, as those of `kvstore warm`: nothing counts as asked for, served, missed
+    or refused.
 
     Computes a digest of every byte of the weights. A model that is not on the allow-list is attached all the same, runs
     uncached, and says so once. Raises UnsupportedError for what is not a generating model, or is attached already.

@@ -82,6 +82,14 @@ class ModelLayout:
                     self._known.popitem(last=False)
             return self._known[stamp]
 
+    def within(self, reached: str | None) -> Present:
+        """The present layout, for a store whose `hbm` is on the device ``reached``. Raises Refused."""
+        present = self.current()
+        reason = allow.refuse_device(self.device, reached)
+        if reason:
+            raise Refused(reason)
+        return present
+
     def unchanged(self, stamp: object) -> bool:
         """Whether weights, adapters and configuration are still those of ``stamp``."""
         with self._lock:

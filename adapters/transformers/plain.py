@@ -68,10 +68,11 @@ def load(
 
     cache: an empty `DynamicCache` (its layers are replaced by growing ones) or `GrowingCache`; None makes one.
     attention_mask: where rows are padded on the left. room: tokens of room made beyond the input.
-    Raises UnsupportedError for a model, mask or cache that is not on the allow-list.
+    block_tokens: as given to `attach`; another one is another namespace. Raises UnsupportedError for a model, mask or
+    cache that is not on the allow-list.
     """
     models = _layout_of(model, block_tokens)
-    present = models.current()
+    present = models.within(store.device)
     layout = present.layout
     reason = allow.refuse_cache(cache) if cache is not None else None
     pads = left_pads(input_ids, attention_mask)
@@ -101,10 +102,11 @@ def save(
     """Store what ``cache`` holds of ``input_ids`` ``[batch, columns]``, one result a row.
 
     input_ids: the tokens that were run, and possibly more: what the cache holds no KV of is left out.
-    The cache may change as soon as this returns. Raises UnsupportedError for a model, mask or cache that is not on the
-    allow-list, LayoutError for a cache of another model or batch.
+    block_tokens: as given to `attach`; another one is another namespace. The cache may change as soon as this returns.
+    Raises UnsupportedError for a model, mask or cache that is not on the allow-list, LayoutError for a cache of another
+    model or batch.
     """
-    layout = _layout_of(model, block_tokens).current().layout
+    layout = _layout_of(model, block_tokens).within(store.device).layout
     pads = left_pads(input_ids, attention_mask)
     if isinstance(pads, str):
         raise Refused(pads)
