@@ -168,7 +168,7 @@ class Store:
 
     @property
     def device(self) -> str | None:
-        """Where the `hbm` tier lives, such as ``cuda:0``: the one device KV is loaded to and saved from. None without."""
+        """Where the `hbm` tier lives, such as ``cuda:0``; KV on other devices is out of reach. None without a tier."""
         hbm = self._require().hbm
         return hbm.device if hbm is not None else None
 
