@@ -115,7 +115,10 @@ class Keeper:
             raise
 
     def expire(self) -> int:
-        """Evict blocks that were not used for their namespace's TTL; returns how many."""
+        """Evict blocks that were not used for their namespace's TTL, pinned ones excepted; returns how many.
+
+        Stamps count the time: while the host is off, none passes.
+        """
         return sum(self._expire(tier) for tier in self._tiers)
 
     def finish_evictions(self) -> int:

@@ -264,7 +264,8 @@ def slot_counts(raws: Iterable[bytes]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """A layout under a salt. created, ttl: seconds, wall clock; ttl 0: none. salt: its digest, or empty."""
+    """A layout under a salt. created: seconds, wall clock. ttl: seconds without use, by stamps; 0: none. salt: its
+    digest, or empty."""
 
     root: bytes
     salt: bytes

@@ -11,10 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
-from kvstore import tenants
+from kvstore import keeper, tenants
 from kvstore.errors import NotFoundError, SettingsError, TokenError
+from kvstore.host import boottime_ns
 from kvstore.identity import Extra
 from kvstore.kv import HostKV
+from kvstore.match import Namespace
+from kvstore.records import BlockName
 from kvstore.store import Store
 from kvstore.tools.cli import app
 
@@ -36,6 +39,11 @@ def save(store: Store, made: Any, salt: str, ids: Any, label: str = "") -> Any:
     space = store.namespace(made.layout, salt=salt, label=label)
     kv = np.zeros((2, 2, 2, len(ids), 16), np.uint32)
     return store.save(space, ids, HostKV.stacked(made.layout, kv))
+
+
+def names(store: Store, space: Namespace, ids: Any) -> list[BlockName]:
+    """Of the blocks that are stored of a sequence."""
+    return [piece.name for pieces in store.match(space, ids).pieces.values() for piece in pieces]
 
 
 def test_lowering_a_quota_evicts_down_to_it_and_nobody_else(made: Any) -> None:
@@ -115,6 +123,29 @@ def test_a_ttl_is_set_and_taken_off_in_every_tier(made: Any) -> None:
         assert store._core.keeper.expire() == 0
         with pytest.raises(SettingsError):
             store.set_ttl(made.layout.root("first"), -1)
+
+
+def test_a_ttl_evicts_what_was_not_used_for_so_long_and_is_not_pinned(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "EXPIRY_PERIOD_S", float("inf"))  # only this test looks for what is old
+    ttl = max(1, round(min(600.0, boottime_ns() / 2e9) / 2))  # no stamp is from before the host started
+    with opened(made) as store:
+        limited, unlimited = (store.namespace(made.layout, salt=salt, label=salt) for salt in ("second", "first"))
+        store.pin("kept", limited, made.tokens(9))
+        whole = names(store, limited, made.tokens(64))
+        pinned, others = names(store, limited, made.tokens(9)), names(store, unlimited, made.tokens(7))
+        for tier in store._core.tiers:
+            refs = [entry.ref for entry in tier.find([*whole[2:], *pinned, *others]) if entry is not None]
+            assert len(refs) == 4
+            tier.touch(refs, [0] * len(refs), boottime_ns() - round(1.5e9 * ttl))
+        store.set_ttl(limited.root, ttl)
+        assert store._core.keeper.expire() == 4
+        for tier in store._core.tiers:
+            left = [entry is not None for entry in tier.find([*whole, *pinned, *others])]
+            assert left == [True, True, False, False, True, True], tier.name
+        assert store._core.keeper.expire() == 0
+        assert store.verify().problems == []
 
 
 def test_a_namespace_without_blocks_is_dropped_and_comes_back_when_something_is_saved(made: Any) -> None:
