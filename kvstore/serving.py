@@ -51,7 +51,8 @@ class Loaded:
 class Lease:
     """Blocks of a match that no process evicts from `ram` until `release`, or until it runs out.
 
-    tokens: how many of the match's, from its start on, are held.
+    tokens: how many of the match's, from its start on, are held. None is made longer: who needs more time takes another
+    of the same match before this one runs out, and then releases this one.
     """
 
     def __init__(self, core: Core, keys: Sequence[bytes], tokens: int) -> None:
@@ -109,7 +110,9 @@ def _enough(size: int) -> str:
 def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
     """Keep the leading `ram` blocks of a match from eviction. Raises BusyError, SettingsError for no time to do so."""
     if seconds is not None and not 0 < seconds <= LEASE_MAX_S:
-        raise SettingsError(f"a lease of {seconds!r} seconds", "give more than 0 and at most a year; renew it instead")
+        raise SettingsError(
+            f"a lease of {seconds!r} seconds", "give more than 0 and at most a year; lease again before it ends"
+        )
     held = match.tokens
     keys: list[bytes] = []
     try:

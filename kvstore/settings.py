@@ -70,7 +70,7 @@ class Settings:
     lock_timeout_s: float = 0.5
     """How long a request waits for a lock before it goes on uncached."""
     lease_s: float = 60.0
-    """How long a match keeps its blocks from eviction, if nothing renews or ends it."""
+    """How long a lease keeps blocks in `ram` from eviction, where its taker gives no time and does not release it."""
     mover_batch_bytes: int = 64 * MIB
     """What the mover writes to `nvme` at once."""
     mover_queue_bytes: int = GIB

@@ -16,10 +16,12 @@ from stores import BLOCK, LAYOUT, PART, SLOT, StoreBench, StoreMaker, kv_of, tok
 
 from kvstore.errors import BusyError, DamagedError, SettingsError, UnsupportedError
 from kvstore.events import Fault, Skipped
+from kvstore.host import boottime_ns
 from kvstore.index import Index
 from kvstore.kv import Gathering, HostKV, Run
 from kvstore.layout import Layout, Part
 from kvstore.tiers.growth import Grower
+from kvstore.tiers.ledger import leased_slots
 from kvstore.tiers.medium import allocate_file
 from kvstore.transaction import Database
 
@@ -269,6 +271,22 @@ def test_a_pin_counts_every_part_of_its_blocks(make_store: StoreMaker) -> None:
     record = bench.store.pin("all three", space, tokens)
     assert len(record.keys) == 4
     assert record.slot_bytes == 3 * SLOT
+
+
+def test_another_lease_of_a_match_holds_it_after_the_first_ends(make_store: StoreMaker) -> None:
+    bench = make_store(nvme=0)
+    bench.save(tokens_of(1, 64))
+    match = bench.store.match(bench.space(), tokens_of(1, 64))
+    first = bench.store.lease(match, 0.001)
+    with bench.store.lease(match, 60) as second:
+        first.release()
+        bench.settle()
+        with bench.tier("ram").index.read() as txn:
+            held = sum(map(len, leased_slots(txn, boottime_ns() + 10**9).values()))
+        assert second.tokens == 64
+        assert held == len(match.pieces[PART])
+    bench.settle()
+    assert counts(bench, "ram", Database.LEASES) == 0
 
 
 def test_a_closing_store_still_ends_the_leases_of_its_loads(make_store: StoreMaker) -> None:
