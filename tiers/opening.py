@@ -151,20 +151,28 @@ def _widened(directory: Path, superblock: Superblock, wanted: int, name: str, ev
 def _existing(directory: Path, store: bytes, alone: bool, name: str, events: Events) -> Superblock | None:
     """The superblock of a finished directory; None after what is left of an unfinished or foreign one is gone."""
     path = directory / SUPERBLOCK
-    if path.exists():
+    finished = path.exists()
+    why = "it was never finished"
+    if finished:
         superblock = Superblock.unpack(path.read_bytes(), path)
         if superblock.version == VERSION and superblock.store == store:
             return superblock
         why = "it is of an older format" if superblock.version != VERSION else "it belonged to another store"
-        events.emit(Notice("emptied", f"{directory} is made anew: {why}"))
     elif not directory.exists() or all(entry.name == KEPT for entry in directory.iterdir()):
         return None
     strange = [entry.name for entry in directory.iterdir() if not _ours(entry)]
-    if strange or not alone:
+    if strange:
         raise FormatError(
-            f"{directory} holds files that are not of a {name} tier ({', '.join(sorted(strange)[:3]) or 'in use'})",
+            f"{directory} holds files that are not of a {name} tier ({', '.join(sorted(strange)[:3])})",
             "choose another path, or move these files away",
         )
+    if not alone:
+        raise FormatError(
+            f"{directory} would be made anew ({why}), but another process has the store open",
+            "close the store in all other processes first",
+        )
+    if finished:
+        events.emit(Notice("emptied", f"{directory} is made anew: {why}"))
     for entry in directory.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)

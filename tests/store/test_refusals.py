@@ -9,7 +9,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from children import Child
@@ -29,6 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.events import Event, Notice
 from kvstore.store import Store
+from kvstore.tiers.opening import Superblock
 
 TOKENS = list(range(150))
 NOBODY = 65534
@@ -247,6 +250,24 @@ def test_a_harmed_file_is_refused_and_put_right_by_its_old_bytes(
         assert file.read_bytes() == harm(good), "a file that was refused was touched"
         file.write_bytes(good)
         assert still_served(filled, memory)
+
+
+@pytest.mark.parametrize("change", [{"version": 0}, {"store": bytes(16)}], ids=["older", "of another store"])
+def test_a_tier_is_never_made_anew_while_another_process_has_it_open(
+    change: dict[str, Any], filled: Path, memory: Path
+) -> None:
+    tier, notices = filled / "nvme" / "TIER", list[Event]()
+    good = tier.read_bytes()
+    with Child(filled, memory) as other:
+        tier.write_bytes(replace(Superblock.unpack(good, tier), **change).pack())
+        error = refusal(filled, memory, observers=[notices.append])
+        assert type(error) is FormatError
+        assert "another process has the store open" in error.problem
+        assert error.remedy == "close the store in all other processes first"
+        assert not any(isinstance(event, Notice) for event in notices)
+        tier.write_bytes(good)
+        assert other.do("load", tokens=TOKENS)[:2] == [len(TOKENS), 0]
+    assert still_served(filled, memory)
 
 
 @pytest.mark.parametrize("suffix", [".seg", ".slots"])
