@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
-import secrets
+import shutil
 import struct
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,31 +191,34 @@ def test_every_meta_key_of_the_code_is_documented() -> None:
     assert {re.findall("`([^`]+)`", key)[0] for key in meta_keys()} == {key.decode() for key in whole + prefixes}
 
 
+SIZES: dict[str, Any] = {"ram": "8MiB", "nvme": "16MiB", "ram_segment_bytes": "1MiB", "nvme_segment_bytes": "2MiB"}
+
+
 @pytest.fixture
-def full(tmp_path: Path) -> Iterator[store.Store]:
+def memory() -> Iterator[Path]:
+    """A `ram_directory`."""
+    directory = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def full(tmp_path: Path, memory: Path) -> Iterator[store.Store]:
     """A store that has something in every database: both tiers, two parts, a pin, a quota, a tombstone, a lease."""
-    memory = Path("/dev/shm") / f"kvstore-test-{secrets.token_hex(8)}"
-    memory.mkdir()
-    sizes = {"ram": "8MiB", "nvme": "16MiB", "ram_segment_bytes": "1MiB", "nvme_segment_bytes": "2MiB"}
     shape = layout.Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=256)
     values = np.random.default_rng(1).standard_normal((2, 2, 2, 700, 16)).astype(np.float32)
     tokens = np.arange(700, dtype=np.uint32)
-    try:
-        with kvstore.open(tmp_path / "store", ram_directory=memory, **sizes) as opened:
-            space = opened.namespace(shape, salt="tenant", label="tiny", ttl=3600)
-            opened.save(space, tokens, HostKV.stacked(shape, values))
-            assert opened.flush(30)
-            opened.pin("greeting", space, tokens[:256])
-            opened.set_quota("tenant", ram=4 << 20)
-            opened.save(space, tokens[::-1].copy(), HostKV.stacked(shape, values))
-            opened.evict(prefix=opened.match(space, tokens[::-1].copy()))
-            opened.lease(opened.match(space, tokens), seconds=60)
-            opened._core.keeper.flush_counters()
-            yield opened
-    finally:
-        for path in sorted(memory.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        memory.rmdir()
+    with kvstore.open(tmp_path / "store", ram_directory=memory, **SIZES) as opened:
+        space = opened.namespace(shape, salt="tenant", label="tiny", ttl=3600)
+        opened.save(space, tokens, HostKV.stacked(shape, values))
+        assert opened.flush(30)
+        opened.pin("greeting", space, tokens[:256])
+        opened.set_quota("tenant", ram=4 << 20)
+        opened.save(space, tokens[::-1].copy(), HostKV.stacked(shape, values))
+        opened.evict(prefix=opened.match(space, tokens[::-1].copy()))
+        opened.lease(opened.match(space, tokens), seconds=60)
+        opened._core.keeper.flush_counters()
+        yield opened
 
 
 def test_a_real_store_has_only_documented_meta_keys(full: store.Store) -> None:
@@ -238,8 +243,31 @@ def test_a_real_store_has_only_documented_files(full: store.Store) -> None:
     wanted = re.compile("|".join([*patterns, *(f"nvme/{one}" for one in in_tier)]))
     assert [file for file in files(path) if not wanted.fullmatch(file)] == []
     assert [file for file in files(memory) if not re.fullmatch("|".join(["HOME", *in_tier]), file)] == []
-    modes = {file.stat().st_mode & 0o777 for top in (path, memory) for file in top.rglob("*") if file.is_file()}
-    assert modes == {0o600}
+
+
+@pytest.mark.parametrize("top", [None, 0o700, 0o755, 0o750])
+def test_files_are_0600_and_directories_0700_but_one_that_was_there_keeps_its_mode(
+    tmp_path: Path, memory: Path, top: int | None
+) -> None:
+    path, umask = tmp_path / "store", os.umask(0)
+    try:
+        if top is not None:
+            path.mkdir(mode=top)
+            (path / "nvme").mkdir(mode=top)
+        for _ in range(2):
+            with kvstore.open(path, ram_directory=memory, **SIZES) as opened:
+                shape = layout.Layout.uniform(layers=2, heads=2, k_dim=16, block_tokens=16)
+                opened.save(
+                    opened.namespace(shape), range(64), HostKV.stacked(shape, np.ones((2, 2, 2, 64, 16), "<f4"))
+                )
+                assert opened.flush(30)
+                tops = [path, memory / ram_name(path, store_id(path))]
+                found = [(one, one.stat().st_mode & 0o777) for each in tops for one in (each, *each.rglob("*"))]
+            assert {mode for one, mode in found if one.is_file()} == {0o600}
+            assert {mode for one, mode in found if one.is_dir() and one not in (path, path / "nvme")} == {0o700}
+            assert {mode for one, mode in found if one in (path, path / "nvme")} == {top or 0o700}
+    finally:
+        os.umask(umask)
 
 
 def files(top: Path) -> list[str]:
