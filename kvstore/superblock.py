@@ -175,16 +175,17 @@ def read_store_id(path: Path) -> bytes:
     """The 16 bytes of a store that exists. Raises DamagedError, FormatError."""
     file = path / SUPERBLOCK
     raw = file.read_bytes()
-    if len(raw) != _FIELDS.size + _DIGEST.size or raw[: len(MAGIC)] != MAGIC:
+    size = _FIELDS.size
+    if raw[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{file} is not the superblock of a store", "choose another path")
+    if len(raw) != size + _DIGEST.size or _DIGEST.unpack_from(raw, size)[0] != xxhash.xxh3_64_intdigest(raw[:size]):
+        raise DamagedError(f"{file} is damaged", f"remove {path}: cached blocks are lost, nothing else")
     _, version, identity = _FIELDS.unpack_from(raw)
     if version != VERSION:
         raise FormatError(
             f"{path} is a store of format {version}, this kvstore reads {VERSION}",
             f"use the kvstore that made it, or remove {path}: cached blocks are lost, nothing else",
         )
-    if _DIGEST.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
-        raise DamagedError(f"{file} is damaged", f"remove {path}: cached blocks are lost, nothing else")
     return bytes(identity)
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from stores import BLOCK, LAYOUT, PART, SLOT, StoreBench, StoreMaker, tokens_of
 
-from kvstore.errors import DamagedError, FormatError, KVStoreError
+from kvstore.errors import DamagedError, FormatError
 from kvstore.events import Cause, Evicted, Fault, Miss, Notice
 from kvstore.header import HEADER_BYTES
 from kvstore.identity import chain
 from kvstore.records import Entry, block_names
+from kvstore.superblock import _FIELDS, MAGIC, read_store_id
 from kvstore.tiers.medium import segment_path
 from kvstore.tiers.opening import Superblock
 from kvstore.tiers.ram import RamTier
@@ -259,13 +260,43 @@ def test_a_truncated_index_is_an_error_that_says_what_to_do(make_store: StoreMak
     assert str(bench.path / "nvme") in str(told.value)
 
 
-def test_every_byte_of_a_superblock_counts(make_store: StoreMaker, tmp_path: Path) -> None:
+def test_every_byte_of_a_tiers_superblock_counts(make_store: StoreMaker) -> None:
     bench = closed_store(make_store)
     path = bench.path / "nvme" / "TIER"
     good = path.read_bytes()
     for at in range(56):
         raw = bytearray(good)
         raw[at] ^= 1
-        with pytest.raises(KVStoreError):
+        with pytest.raises(DamagedError):
             Superblock.unpack(bytes(raw), path)
     assert Superblock.unpack(good, path).version == 1
+
+
+def test_every_byte_of_a_stores_superblock_counts(make_store: StoreMaker) -> None:
+    bench = closed_store(make_store)
+    path = bench.path / "STORE"
+    good = path.read_bytes()
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(FormatError if at < len(MAGIC) else DamagedError):
+            read_store_id(bench.path)
+    for size in range(len(good)):
+        path.write_bytes(good[:size])
+        with pytest.raises(FormatError if size < len(MAGIC) else DamagedError):
+            read_store_id(bench.path)
+    path.write_bytes(good)
+    assert read_store_id(bench.path) in good
+
+
+def test_a_store_of_another_version_is_refused_and_left_alone(make_store: StoreMaker) -> None:
+    bench = closed_store(make_store)
+    path = bench.path / "STORE"
+    good = path.read_bytes()
+    body = _FIELDS.pack(MAGIC, 2, read_store_id(bench.path))
+    later = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+    path.write_bytes(later)
+    with pytest.raises(FormatError, match="format 2"):
+        bench.store  # noqa: B018
+    assert path.read_bytes() == later
+    path.write_bytes(good)
+    assert bench.load(tokens_of(1, BLOCK)).tokens == BLOCK
