@@ -11,6 +11,7 @@ import pytest
 
 TREE = Path(__file__).resolve().parents[1]
 TEXT = (TREE / "kvstore" / "ARCHITECTURE.md").read_text()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 FOLDERS = ("kvstore", "tiers", "adapters", "tools")
 
 
@@ -96,6 +97,23 @@ def test_layers_are_those_that_the_linter_checks() -> None:
     told = [set(re.findall(r"\w+", step)) for step in block[1].split("→")]
     assert len(told) == len(wanted)
     assert [said - asked for said, asked in zip(told, wanted, strict=True)] == [set()] * len(wanted)
+
+
+def test_rules_are_those_that_the_linter_checks() -> None:
+    contracts = tomllib.loads((TREE / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    told = TEXT.partition("`lint-imports` checks that, with ")[2].partition("\n\n## ")[0]
+    count, _, rest = told.partition(" more rules")
+    assert NUMBERS.index(count) == len(contracts) - 1 == len(re.findall(r"^- ", rest, re.MULTILINE))
+
+
+def test_nothing_but_tools_may_open_a_connection() -> None:
+    contracts = tomllib.loads((TREE / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (rule,) = (one for one in contracts if one["name"] == "Only tools open connections")
+    assert {"http", "httpx", "requests", "socket", "urllib"} <= set(rule["forbidden_modules"])
+    assert rule["source_modules"] == ["kvstore"]
+    assert rule["ignore_imports"] == ["kvstore.tools.** -> *", "kvstore.adapters.vllm.layout -> huggingface_hub"]
+    hub = (TREE / "adapters" / "vllm" / "layout.py").read_text()
+    assert hub.count("snapshot_download(") == hub.count("local_files_only=True") == 1
 
 
 @pytest.mark.parametrize("document", ["ARCHITECTURE.md", "FORMAT.md"])
