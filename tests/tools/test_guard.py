@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 import re
@@ -120,6 +122,23 @@ def test_listening_for_others_needs_a_token() -> None:
 def test_no_word_is_the_token_of_a_server_without_one() -> None:
     assert not any(Rules(None).knows(word) for word in ("", "None", "\0"))
     assert Rules(TOKEN).knows(TOKEN)
+
+
+def test_a_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    answer = True
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return answer
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert Rules(TOKEN).knows("another")
+    answer = False
+    assert not Rules(TOKEN).knows(TOKEN)
+    assert not Rules(TOKEN).knows("longer" * 99)
+    assert {len(word) for pair in compared for word in pair} == {hashlib.sha256().digest_size}, "lengths tell nothing"
+    assert len(compared) == 3
 
 
 def test_a_token_comes_from_a_file_that_is_ones_own(tmp_path: Path) -> None:
