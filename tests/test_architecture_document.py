@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.tiers.segments import INDEX_BYTES_A_SLOT
+
 TREE = Path(__file__).resolve().parents[1]
 TEXT = (TREE / "kvstore" / "ARCHITECTURE.md").read_text()
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -77,6 +79,10 @@ def test_every_function_told_of_exists() -> None:
     told = {(owner, name) for owner, name in told if name not in ("md", "py", "toml")}
     assert len(told) > 40
     assert sorted(f"{owner}.{name}" for owner, name in told if name not in known.get(owner, set())) == []
+
+
+def test_what_is_set_aside_in_an_index_is_what_the_code_sets_aside() -> None:
+    assert re.findall(r"(\d+) bytes are set aside for a slot", TEXT) == [str(INDEX_BYTES_A_SLOT)]
 
 
 def test_every_thread_of_the_code_is_in_the_table() -> None:
