@@ -33,9 +33,8 @@ from kvstore.records import (
 from kvstore.slots import SlotRef
 from kvstore.states import State
 from kvstore.tiers import namespaces
-from kvstore.tiers.segments import get_number, put_number
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 FIRST_PART = Part()
 _PARENT, _SHORT = slice(12, 20), 8

@@ -26,7 +26,7 @@ from kvstore.slots import SlotRef
 from kvstore.tenants import crowded, drop_empty
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number
 
 PERIOD_S = 1.0
 EXPIRY_PERIOD_S = 10.0
@@ -105,7 +105,7 @@ class Keeper:
         def work(txn: Transaction) -> None:
             for name, amount in fresh.items():
                 key = COUNTER + name.encode()[:400]
-                total = int.from_bytes(txn.get(Database.META, key) or b"", "little") + amount
+                total = get_number(txn, key) + amount
                 txn.put(Database.META, key, total.to_bytes(16, "little"))
 
         try:

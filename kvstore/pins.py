@@ -13,7 +13,7 @@ from kvstore.errors import BudgetError, NotFoundError, SettingsError
 from kvstore.index import Index
 from kvstore.records import NameRecord
 from kvstore.sizes import format_size
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 EPOCH = b"pin epoch"
 NAME_LIMIT = 500
@@ -34,7 +34,7 @@ class Pins:
     def keys(self) -> frozenset[bytes]:
         """Keys of all blocks that a pin keeps now."""
         with self._index.read() as txn:
-            epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
+            epoch = get_number(txn, EPOCH)
             now = time.time()
             known, until, keys = self._read
             if epoch == known and now < until:
@@ -155,8 +155,8 @@ def _holding(live: Mapping[str, NameRecord], budget: int) -> frozenset[str]:
 
 
 def _changed(txn: Transaction) -> None:
-    epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little") + 1
-    txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
+    epoch = get_number(txn, EPOCH) + 1
+    put_number(txn, EPOCH, epoch)
 
 
 def _key(name: str) -> bytes:

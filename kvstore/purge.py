@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvstore.index import Index
 from kvstore.records import Tombstone
-from kvstore.transaction import PAGE, Database, Transaction
+from kvstore.transaction import PAGE, Database, Transaction, get_number, put_number
 
 EPOCH, FLOOR = b"purge epoch", b"purge floor"
 KEPT = 1024
@@ -27,15 +27,15 @@ class PurgeLog:
     def epoch(self) -> int:
         """The number of the newest tombstone."""
         with self._index.read() as txn:
-            return _number(txn, EPOCH)
+            return get_number(txn, EPOCH)
 
     def newer(self, epoch: int) -> list[Tombstone]:
         """Tombstones after ``epoch``; one that names everything where some of them are gone."""
         with self._index.read() as txn:
-            now = _number(txn, EPOCH)
+            now = get_number(txn, EPOCH)
             if now <= epoch:
                 return []
-            if epoch < _number(txn, FLOOR):
+            if epoch < get_number(txn, FLOOR):
                 return [Tombstone(now, everything=True)]
             start = (epoch + 1).to_bytes(8, "big")
             return [Tombstone.unpack(raw) for _, raw in txn.scan(Database.PURGE, start=start)]
@@ -49,12 +49,12 @@ class PurgeLog:
         )
 
         def work(txn: Transaction) -> range:
-            epoch = _number(txn, EPOCH)
+            epoch = get_number(txn, EPOCH)
             for all_of_it, of_root, named in stones:
                 epoch += 1
                 stone = Tombstone(epoch, all_of_it, of_root, tuple(named))
                 txn.put(Database.PURGE, epoch.to_bytes(8, "big"), stone.pack())
-            txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
+            put_number(txn, EPOCH, epoch)
             _trim(txn, epoch, self._index.size // PAGE // INDEX_SHARE)
             return range(epoch - len(stones) + 1, epoch + 1)
 
@@ -63,15 +63,11 @@ class PurgeLog:
 
 def _trim(txn: Transaction, epoch: int, most_pages: int) -> None:
     """Drop the oldest tombstones, the one just written too if it alone is too large."""
-    floor = before = _number(txn, FLOOR)
+    floor = before = get_number(txn, FLOOR)
     for key in [key for key, _ in txn.scan(Database.PURGE)]:
         if int.from_bytes(key, "big") > epoch - KEPT and txn.pages(Database.PURGE) <= most_pages:
             break
         txn.delete(Database.PURGE, key)
         floor = int.from_bytes(key, "big")
     if floor > before:
-        txn.put(Database.META, FLOOR, floor.to_bytes(8, "little"))
-
-
-def _number(txn: Transaction, key: bytes) -> int:
-    return int.from_bytes(txn.get(Database.META, key) or b"", "little")
+        put_number(txn, FLOOR, floor)

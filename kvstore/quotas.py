@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvstore.errors import SettingsError
 from kvstore.index import Index
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 EPOCH = b"quota epoch"
 _PREFIX = b"quota:"
@@ -30,7 +30,7 @@ class Quotas:
     def listing(self) -> dict[tuple[str, bytes], int]:
         """All quotas; read again only after a change anywhere."""
         with self._index.read() as txn:
-            epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little")
+            epoch = get_number(txn, EPOCH)
             known, limits = self._read
             if epoch != known:
                 found = ((key[len(_PREFIX) :], raw) for key, raw in txn.scan(Database.META, _PREFIX))
@@ -48,8 +48,8 @@ class Quotas:
             if limit is None:
                 txn.delete(Database.META, key)
             else:
-                txn.put(Database.META, key, limit.to_bytes(8, "little"))
-            epoch = int.from_bytes(txn.get(Database.META, EPOCH) or b"", "little") + 1
-            txn.put(Database.META, EPOCH, epoch.to_bytes(8, "little"))
+                put_number(txn, key, limit)
+            epoch = get_number(txn, EPOCH) + 1
+            put_number(txn, EPOCH, epoch)
 
         self._index.write(work)

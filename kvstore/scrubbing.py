@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvstore.errors import BusyError, NoSpaceError
 from kvstore.index import Index
-from kvstore.transaction import PAGE, Database, Transaction
+from kvstore.transaction import PAGE, Database, Transaction, get_number, put_number
 
 WIPE_EPOCH, WIPED = b"wipe epoch", b"wiped:"
 FORGOTTEN_PAGES = 8192
@@ -36,14 +36,14 @@ class WipeLog:
     def epoch(self) -> int:
         """The number of the last wipe."""
         with self._index.read() as txn:
-            return int.from_bytes(txn.get(Database.META, WIPE_EPOCH) or b"", "little")
+            return get_number(txn, WIPE_EPOCH)
 
     def begin(self) -> int:
         """Another wipe; every process is to clear its memory, and to confirm. Returns its number."""
 
         def work(txn: Transaction) -> int:
-            epoch = int.from_bytes(txn.get(Database.META, WIPE_EPOCH) or b"", "little") + 1
-            txn.put(Database.META, WIPE_EPOCH, epoch.to_bytes(8, "little"))
+            epoch = get_number(txn, WIPE_EPOCH) + 1
+            put_number(txn, WIPE_EPOCH, epoch)
             for key in [key for key, _ in txn.scan(Database.META, WIPED)]:
                 txn.delete(Database.META, key)
             return epoch

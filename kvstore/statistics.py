@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.records import Usage, slot_counts
-from kvstore.tiers.segments import ASKED, WHY, get_number
+from kvstore.tiers.segments import ASKED, WHY
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.transaction import Database
+from kvstore.transaction import Database, get_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,3 +131,13 @@ class Transaction:
         """The largest key and its value."""
         with self._txn.cursor(self._handles[db]) as cursor:
             return cast("tuple[bytes, bytes]", cursor.item()) if cursor.last() else None
+
+
+def get_number(txn: Transaction, key: bytes) -> int:
+    """A number of the ``meta`` database; 0 when it was never set."""
+    return int.from_bytes(txn.get(Database.META, key) or b"", "little")
+
+
+def put_number(txn: Transaction, key: bytes, value: int) -> None:
+    """Set a number of the ``meta`` database."""
+    txn.put(Database.META, key, value.to_bytes(8, "little"))

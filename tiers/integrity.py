@@ -17,7 +17,7 @@ from kvstore.tiers import ledger, namespaces, segments
 from kvstore.tiers.arrays import arrays_bytes, arrays_path
 from kvstore.tiers.medium import file_length, segment_number, segment_path
 from kvstore.tiers.slotted import STAMP_BASE, SlottedTier
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 
 def check(tier: SlottedTier, live: Collection[bytes]) -> list[str]:
@@ -107,12 +107,12 @@ def _counters(txn: Transaction, tier: SlottedTier, cut: dict[int, Segment], used
         if int.from_bytes(txn.get(Database.FREE, key) or b"", "big") != (0 if segment.allocating else free):
             problems.append(f"segment {segment.number} has {free} free slots, its counter says otherwise")
     sizes = sum(segment.size + arrays_bytes(segment.size) for segment in cut.values())
-    counted = segments.get_number(txn, segments.ALLOCATED)
-    fixed = segments.get_number(txn, segments.FIXED)
+    counted = get_number(txn, segments.ALLOCATED)
+    fixed = get_number(txn, segments.FIXED)
     if counted != sizes + fixed:
         problems.append(f"{sizes + fixed} bytes are allocated, the counter says {counted}")
-    if counted > segments.get_number(txn, segments.BUDGET):
-        problems.append(f"{counted} bytes are allocated, the budget is {segments.get_number(txn, segments.BUDGET)}")
+    if counted > get_number(txn, segments.BUDGET):
+        problems.append(f"{counted} bytes are allocated, the budget is {get_number(txn, segments.BUDGET)}")
     return problems
 
 
@@ -200,4 +200,4 @@ def rebuild(tier: SlottedTier) -> None:
         arrays.generations[entry.ref.slot] = entry.generation
         if not arrays.stamps[entry.ref.slot]:
             arrays.stamps[entry.ref.slot] = 1
-    tier.index.write(lambda txn: segments.put_number(txn, STAMP_BASE, largest))
+    tier.index.write(lambda txn: put_number(txn, STAMP_BASE, largest))

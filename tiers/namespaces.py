@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kvstore.records import NamespaceRecord, Usage
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number
 
 NEXT = b"next namespace"
 _RECORD, _ROOT = b"n", b"r"
@@ -74,7 +74,7 @@ def drop_empty(txn: Transaction, roots: Iterable[bytes]) -> int:
 
 def _next(txn: Transaction) -> int:
     """A number that no namespace has had. Indexes from before the counter was kept count from the last one there."""
-    kept = int.from_bytes(txn.get(Database.META, NEXT) or b"", "little")
+    kept = get_number(txn, NEXT)
     if not kept:
         kept = 1 + max((int.from_bytes(key[1:], "big") for key, _ in txn.scan(Database.NAMESPACES, _RECORD)), default=0)
     txn.put(Database.META, NEXT, (kept + 1).to_bytes(8, "little"))

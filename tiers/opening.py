@@ -22,7 +22,7 @@ from kvstore.records import Segment
 from kvstore.sizes import MIB, format_size
 from kvstore.tiers import integrity, segments
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 SUPERBLOCK = "TIER"
 SUPERBLOCK_BYTES = 4096
@@ -208,8 +208,8 @@ def _account(txn: Transaction, fixed: int, budget: int, wish: tuple[int, str], a
     wish: what was asked for, and why it is not given. Who opens a store as it stands has no wish of its own.
     """
     asked, why = wish
-    allocated = segments.get_number(txn, segments.ALLOCATED) - segments.get_number(txn, segments.FIXED) + fixed
-    before = segments.get_number(txn, segments.BUDGET)
+    allocated = get_number(txn, segments.ALLOCATED) - get_number(txn, segments.FIXED) + fixed
+    before = get_number(txn, segments.BUDGET)
     if before and asked < before and not alone:
         raise BudgetError(
             f"the {name} budget cannot shrink from {format_size(before)} to {format_size(asked)} while others use it",
@@ -221,11 +221,11 @@ def _account(txn: Transaction, fixed: int, budget: int, wish: tuple[int, str], a
             f"the {name} budget of {format_size(budget)} is too small: its index takes {format_size(fixed)}",
             f"{_enough(name, fixed)}; or remove the tier's directory, since an index never shrinks",
         )
-    segments.put_number(txn, segments.FIXED, fixed)
-    segments.put_number(txn, segments.ALLOCATED, allocated)
-    segments.put_number(txn, segments.BUDGET, budget)
+    put_number(txn, segments.FIXED, fixed)
+    put_number(txn, segments.ALLOCATED, allocated)
+    put_number(txn, segments.BUDGET, budget)
     if asked != before:
-        segments.put_number(txn, segments.ASKED, asked)
+        put_number(txn, segments.ASKED, asked)
     if (asked, budget) != (before, before):
         txn.put(Database.META, segments.WHY, why.encode() if budget < asked else b"")
 
@@ -259,7 +259,7 @@ def on_record(directory: Path, *, durable: bool) -> Budget | None:
     index = Index(directory / "index", size, durable=durable, name=directory.name)
     try:
         with index.read() as txn:
-            budget, asked = (segments.get_number(txn, name) for name in (segments.BUDGET, segments.ASKED))
+            budget, asked = (get_number(txn, name) for name in (segments.BUDGET, segments.ASKED))
             why = (txn.get(Database.META, segments.WHY) or b"").decode()
             return Budget(budget, asked, why) if budget else None
     finally:

@@ -14,7 +14,7 @@ from kvstore.tiers import ledger, namespaces, segments
 from kvstore.tiers.arrays import arrays_bytes
 from kvstore.tiers.integrity import drop_segments, missing_files
 from kvstore.tiers.slotted import SlottedTier
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 
 def rebuild_books(tier: SlottedTier, live: Collection[bytes]) -> int:
@@ -58,7 +58,7 @@ def _rebuild(tier: SlottedTier, txn: Transaction, live: Collection[bytes]) -> in
                 free.use(ref.slot)
         ledger.put_segment(txn, replace(segment, bitmap=free.pack()), free.free)
     sizes = sum(segment.size + arrays_bytes(segment.size) for segment in cut.values())
-    segments.put_number(txn, segments.ALLOCATED, sizes + segments.get_number(txn, segments.FIXED))
+    put_number(txn, segments.ALLOCATED, sizes + get_number(txn, segments.FIXED))
     return len(dropped)
 
 

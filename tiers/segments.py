@@ -15,7 +15,7 @@ from kvstore.states import Step, after
 from kvstore.tiers.arrays import array_slots, arrays_bytes
 from kvstore.tiers.ledger import Removal, get_segment, put_segment, segments
 from kvstore.tiers.medium import ALIGNMENT
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number, put_number
 
 ALLOCATED = b"allocated"
 BUDGET = b"budget"
@@ -53,16 +53,6 @@ class Limits:
 
     segment_bytes: int
     index_bytes: int
-
-
-def get_number(txn: Transaction, key: bytes) -> int:
-    """A counter of the ``meta`` database; 0 when it was never set."""
-    return int.from_bytes(txn.get(Database.META, key) or b"", "little")
-
-
-def put_number(txn: Transaction, key: bytes, value: int) -> None:
-    """Set a counter of the ``meta`` database."""
-    txn.put(Database.META, key, value.to_bytes(8, "little"))
 
 
 def slot_room(txn: Transaction, limits: Limits) -> int:

@@ -27,7 +27,7 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
 from kvstore.tiers.reservation import Candidate, Reserved, Terms
 from kvstore.tiers.victims import ColdSlots
-from kvstore.transaction import Database, Transaction
+from kvstore.transaction import Database, Transaction, get_number
 
 STAMP_BASE = b"stamp base"
 
@@ -125,7 +125,7 @@ class SlottedTier:
     def reload(self) -> None:
         """Read again what stamps are counted from: nanoseconds since boot, on top of the largest of earlier boots."""
         with self.index.read() as txn:
-            self._stamp_base = segments.get_number(txn, STAMP_BASE)
+            self._stamp_base = get_number(txn, STAMP_BASE)
 
     def touch(self, refs: Sequence[SlotRef], depths: Sequence[int], now: int, flags: int | None = None) -> None:
         """Note that blocks were used. depths: how many blocks come before each; now: `boottime_ns` of the operation.
@@ -301,12 +301,12 @@ class SlottedTier:
     def allocated(self) -> int:
         """Bytes of the tier's files, as counted against its budget."""
         with self.index.read() as txn:
-            return segments.get_number(txn, segments.ALLOCATED)
+            return get_number(txn, segments.ALLOCATED)
 
     def budget(self) -> int:
         """The tier's budget in bytes."""
         with self.index.read() as txn:
-            return segments.get_number(txn, segments.BUDGET)
+            return get_number(txn, segments.BUDGET)
 
     def segment_list(self) -> list[Segment]:
         """Records of all segments."""

@@ -32,6 +32,7 @@ from kvstore.tiers.reservation import Reserved
 from kvstore.tiers.slotted import Space
 from kvstore.tools.limits import timed
 from kvstore.tools.ratios import Figure, Target, alternate, figure, paired
+from kvstore.transaction import put_number
 
 BLOCK_TOKENS = 16
 MATCH_BLOCKS = 8192
@@ -66,7 +67,7 @@ class Books:
         self.index = Index(folder / "index", index_bytes, durable=False, name="ram")
         segment_bytes = SEGMENT_SLOTS * SLOT_BYTES
         budget = slots // SEGMENT_SLOTS * (segment_bytes + 4 * 4096)
-        self.index.write(lambda txn: segments.put_number(txn, segments.BUDGET, budget))
+        self.index.write(lambda txn: put_number(txn, segments.BUDGET, budget))
         self.tier = RamTier(
             "ram",
             folder,

@@ -17,7 +17,8 @@ from kvstore.copying import CopyThreads, Job, wait_all
 from kvstore.events import Evicted
 from kvstore.tiers.growth import PATIENCE_S
 from kvstore.tiers.ledger import free_slots
-from kvstore.tiers.segments import ALLOCATED, BUDGET, get_number, put_number
+from kvstore.tiers.segments import ALLOCATED, BUDGET
+from kvstore.transaction import get_number, put_number
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to a process")
 

@@ -14,7 +14,8 @@ from kvstore.kv import HostKV
 from kvstore.layout import Layout
 from kvstore.store import Store
 from kvstore.tiers.opening import open_index
-from kvstore.tiers.segments import BUDGET, get_number
+from kvstore.tiers.segments import BUDGET
+from kvstore.transaction import get_number
 
 MIB = 1 << 20
 

@@ -37,7 +37,7 @@ from kvstore.tiers.null import NullMedium
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.throttle import ThrottleMedium
-from kvstore.transaction import Database
+from kvstore.transaction import Database, get_number, put_number
 
 INDEX = 1 << 20
 SLOTS_A_SEGMENT = 8
@@ -48,9 +48,7 @@ Maker = Callable[..., TierBench]
 def give_room(bench: TierBench, whole_segments: int, spare: int = 0) -> None:
     """Set the budget to exactly so many whole segments, and ``spare`` bytes."""
     room = whole_segments * (SEGMENT + arrays_bytes(SEGMENT)) + spare
-    bench.index.write(
-        lambda txn: segments.put_number(txn, segments.BUDGET, segments.get_number(txn, segments.FIXED) + room)
-    )
+    bench.index.write(lambda txn: put_number(txn, segments.BUDGET, get_number(txn, segments.FIXED) + room))
 
 
 @pytest.fixture(params=["ram", "direct", "buffered", "faults", "throttle", "null"])
