@@ -155,3 +155,7 @@ class FullError(KVStoreError):
     """A disk or tmpfs has no room for the little that opening writes; nothing that is stored is lost."""
 
     exit_code = 23
+
+
+CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
+"""What a load or a save comes upon that is not its caller's fault: told as an event, and ends in a miss, or unsaved."""

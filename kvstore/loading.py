@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore.copying import CopyThreads, Job, wait_all
-from kvstore.errors import BusyError, DamagedError, KVStoreError, NoSpaceError, StorageError
+from kvstore.errors import CONTAINED, KVStoreError
 from kvstore.events import Cause, Events, Fault, Moved
 from kvstore.header import HEADER_BYTES, inspect_header, inspect_slot, slot_bytes
 from kvstore.kv import Bytes, KVBuffer, Run
@@ -34,8 +34,6 @@ READ_BYTES = 4 << 20
 
 SCATTERS_BEHIND = 4
 """Reads into private memory run ahead of their scatters by so many, whatever the size of the load."""
-
-_CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ class Loader:
             buffer.scatter(first.start, run)
             bad = [self._sampled(piece, shape) for piece in chosen]
             same = self._ram.unchanged([piece.entry for piece in chosen])
-        except _CONTAINED as error:
+        except CONTAINED as error:
             self._events.emit(Fault(self._ram.name, "load", error.problem))
             return
         for at, cause, unchanged in zip(group, bad, same, strict=True):
@@ -254,7 +252,7 @@ class _Promotion:
         try:
             images = [self._image(self._pieces[at], private) for at in chunk]
             self.tier.read([self._pieces[at].entry.ref for at in chunk], self._shape.slot_bytes, images)
-        except _CONTAINED as error:
+        except CONTAINED as error:
             private.close()
             if len(chunk) > 1:
                 for at in chunk:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvstore.copying import CopyThreads, Job, ended, wait_all
 from kvstore.devices import DeviceSaver
-from kvstore.errors import BusyError, DamagedError, NoSpaceError, StorageError
+from kvstore.errors import CONTAINED, BusyError, StorageError
 from kvstore.events import Events, Fault, Skipped
 from kvstore.events import Saved as SavedEvent
 from kvstore.header import HEADER_BYTES, pack_header, payload_checksum, payload_hash, slot_bytes
@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 FIRST_BATCH, BATCH = 64, 128
 """Blocks reserved in one transaction: fewer at first, so that copying begins soon, then more for each commit."""
-
-_CONTAINED = (StorageError, NoSpaceError, DamagedError, BusyError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ class Saver:
         tally = _Tally()
         try:
             self._save(job, names, tally)
-        except _CONTAINED as error:
+        except CONTAINED as error:
             tally.skipped = len(names) - tally.new - tally.known
             reason = "busy" if isinstance(error, BusyError) else "fault"
             self._events.emit(Skipped(self._ram.name, reason, tally.skipped))

@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 
 from kvstore.core import Core
 from kvstore.errors import (
+    CONTAINED,
     BudgetError,
-    BusyError,
     ClosedError,
-    DamagedError,
     KVStoreError,
     LayoutError,
-    NoSpaceError,
     SettingsError,
-    StorageError,
 )
 from kvstore.events import Cause, Fault, Hit, Miss
 from kvstore.header import slot_bytes
@@ -162,7 +159,7 @@ def _load(
         for part, buffer in parts.items():
             try:
                 outcome = core.loader_for(buffer).load(match, part, buffer, now)
-            except (StorageError, NoSpaceError, DamagedError, BusyError) as error:
+            except CONTAINED as error:
                 core.events.emit(Fault("store", "load", error.problem))
                 return 0, Cause.IO, tiers
             tiers = tiers or outcome.tiers

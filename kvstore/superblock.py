@@ -52,7 +52,8 @@ def prepare_directory(path: Path) -> None:
     refuse_unsafe_filesystem(path)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (path / OWNERS).stat() if path.stat().st_uid == os.geteuid() else None
+        if path.stat().st_uid == os.geteuid():  # another user's is refused below as that, whatever its mode
+            (path / OWNERS).stat()  # raises where nothing can be looked up in it, which `mkdir` does not notice
     except (FileExistsError, NotADirectoryError) as error:
         raise PathError(f"{path} is not a directory", "name a directory, or one that does not exist yet") from error
     except FileNotFoundError as error:

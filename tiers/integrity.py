@@ -27,7 +27,7 @@ def check(tier: SlottedTier, live: Collection[bytes]) -> list[str]:
         problems, used, ready = _entries(txn, cut, live)
         problems += _slots(txn, used)
         problems += _bitmaps(cut, used)
-        problems += _counters(txn, tier, cut, used)
+        problems += _counters(txn, cut, used)
     problems += [
         f"segment {segment.number}: {why}" for segment in cut.values() if (why := missing_files(tier, segment))
     ]
@@ -90,7 +90,7 @@ def _bitmaps(cut: dict[int, Segment], used: dict[SlotRef, Entry]) -> list[str]:
     return problems
 
 
-def _counters(txn: Transaction, tier: SlottedTier, cut: dict[int, Segment], used: dict[SlotRef, Entry]) -> list[str]:
+def _counters(txn: Transaction, cut: dict[int, Segment], used: dict[SlotRef, Entry]) -> list[str]:
     problems: list[str] = []
     blocks: Counter[int] = Counter()
     held: Counter[int] = Counter()

@@ -9,16 +9,10 @@ from collections.abc import Sequence
 
 from kvstore.kv import Bytes
 from kvstore.slots import SlotRef, join_runs
-from kvstore.tiers.medium import ALIGNMENT
 from kvstore.tiers.slotted import SlottedTier
 
 IO_SLOTS = 64
 """Slots moved by one system call at most."""
-
-
-def image_bytes(payload_bytes: int) -> int:
-    """What has to be read of a slot for a payload: the header and the payload, in whole pages."""
-    return ALIGNMENT + -(-payload_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class NvmeTier(SlottedTier):

@@ -59,13 +59,6 @@ class Pool:
         array = self.take(size)
         populate(array)
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that lie here unused."""
-        with self._lock:
-            self._collect()
-            return sum(len(block) for block in self._free)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
         return self
 
