@@ -52,8 +52,8 @@ def prepare_directory(path: Path) -> None:
     refuse_unsafe_filesystem(path)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.stat().st_uid == os.geteuid():  # another user's is refused below as that, whatever its mode
-            (path / OWNERS).stat()  # raises where nothing can be looked up in it, which `mkdir` does not notice
+        if path.stat().st_uid == os.geteuid():  # another user's is refused below, as that
+            (path / OWNERS).stat()  # raises where a directory is one, but what would be in it has too long a path
     except (FileExistsError, NotADirectoryError) as error:
         raise PathError(f"{path} is not a directory", "name a directory, or one that does not exist yet") from error
     except FileNotFoundError as error:

@@ -31,6 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.events import Event, Notice
 from kvstore.store import Store
+from kvstore.superblock import prepare_directory
 from kvstore.tiers.opening import Superblock
 
 TOKENS = list(range(150))
@@ -109,6 +110,20 @@ def test_a_file_in_the_way_is_a_path_error(tmp_path: Path, memory: Path) -> None
     assert type(refusal(tmp_path / "file", memory)) is PathError
     assert type(refusal(tmp_path / "file" / "below", memory)) is PathError
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("strange", [False, True])
+def test_a_directory_whose_files_would_have_too_long_a_path_is_a_path_error(strange: bool, tmp_path: Path) -> None:
+    longest = os.pathconf("/", "PC_PATH_MAX") - 1
+    deep = tmp_path
+    while (room := longest - len(str(deep)) - len("/STOR")) > 1:
+        deep /= "d" * min(room - 1, 200)
+    deep.mkdir(parents=True)
+    if strange:
+        (deep / "a").touch()
+    with pytest.raises(PathError, match="cannot be made"):
+        prepare_directory(deep)
+    shutil.rmtree(tmp_path)
 
 
 def test_somebody_elses_directory_is_left_alone(tmp_path: Path, memory: Path) -> None:
