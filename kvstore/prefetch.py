@@ -18,7 +18,10 @@ STEP_BLOCKS = 64
 
 
 class Prefetch:
-    """A prefetch under way. tokens: how many of the match's are in `ram` so far, from its start on."""
+    """A prefetch under way, the same object for all who asked for these blocks meanwhile.
+
+    tokens: how many of the match's are in `ram` so far, from its start on.
+    """
 
     def __init__(self, match: Match, deadline: float | None) -> None:
         self.match = match
@@ -37,7 +40,7 @@ class Prefetch:
         return self._done.wait(timeout)
 
     def cancel(self) -> None:
-        """Stop after the blocks being read now."""
+        """Stop after the blocks being read now, for everybody who has joined it."""
         self._cancelled.set()
 
     @property
@@ -57,7 +60,7 @@ class Prefetches:
         self._lock = threading.Lock()
 
     def start(self, match: Match, deadline_s: float | None = None) -> Prefetch:
-        """Begin, or join one that is under way for the same blocks."""
+        """Begin, or join one that is under way for the same blocks: as it is, whatever deadline is asked for now."""
         last = [pieces[-1].name.key for pieces in match.pieces.values() if pieces]
         key = b"".join(last)
         with self._lock:

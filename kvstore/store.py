@@ -173,7 +173,10 @@ class Store:
         return hbm.device if hbm is not None else None
 
     def prefetch(self, match: Match, *, deadline_s: float | None = None) -> Prefetch:
-        """Bring a match's blocks up to `ram`, in the background; it stops ``deadline_s`` seconds from now."""
+        """Bring a match's blocks up to `ram`, in the background; it stops ``deadline_s`` seconds from now.
+
+        Where one of the same blocks is under way, that is returned, with its own deadline; `cancel` ends it for all.
+        """
         return self._require().prefetches.start(match, deadline_s)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -191,9 +194,10 @@ class Store:
     ) -> NameRecord:
         """Name a prefix and keep its blocks from eviction, in every tier and process, across restarts.
 
-        priority: pins take at most half of the smallest tier, and where they would take more, those of a lower priority
-        let go. ttl: seconds after which the pin ends. Raises NotFoundError when nothing of it is stored, BudgetError
-        when pins of this priority and above leave no room, SettingsError for a priority or a ttl that cannot be kept.
+        Where a part of it is stored, its first tokens are named and kept, without an error: the record's ``tokens`` has
+        4 bytes for each. priority: pins take at most half of the smallest tier; past that, lower ones let go. ttl:
+        seconds after which the pin ends. Raises NotFoundError when nothing of it is stored, BudgetError when pins of
+        this priority and above leave no room, SettingsError for a priority or a ttl that cannot be kept.
         """
         core = self._require()
         _refuse_unless(-(1 << 31) <= priority < 1 << 31, f"a priority of {priority!r}", "give an integer of 32 bits")

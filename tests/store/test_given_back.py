@@ -273,6 +273,34 @@ def test_a_pin_counts_every_part_of_its_blocks(make_store: StoreMaker) -> None:
     assert record.slot_bytes == 3 * SLOT
 
 
+def test_who_asks_for_a_prefetch_that_is_under_way_shares_it(make_store: StoreMaker) -> None:
+    bench = make_store()
+    bench.save(tokens_of(1, 64))
+    bench.settle()
+    bench.store.evict(everything=True, tier="ram")
+    match, may_run = bench.store.match(bench.space(), tokens_of(1, 64)), threading.Event()
+    bench.store._core.prefetches._thread.submit(may_run.wait)
+    first, second = bench.store.prefetch(match, deadline_s=3600), bench.store.prefetch(match)
+    assert second is first
+    second.cancel()
+    assert first.stopped
+    other = bench.store.prefetch(match)
+    assert other is not first, "one that was cancelled is not joined"
+    may_run.set()
+    assert first.wait(30)
+    assert other.wait(30)
+    assert (first.tokens, other.tokens) == (0, 64)
+
+
+def test_a_pin_of_what_is_stored_in_part_says_how_much_it_keeps(make_store: StoreMaker) -> None:
+    bench = make_store(nvme=0)
+    bench.save(tokens_of(1, 64))
+    longer = [*tokens_of(1, 64).tolist(), *range(100)]
+    record = bench.store.pin("half", bench.space(), longer)
+    assert len(record.tokens) == 4 * 64
+    assert bench.store.names()["half"] == record
+
+
 def test_another_lease_of_a_match_holds_it_after_the_first_ends(make_store: StoreMaker) -> None:
     bench = make_store(nvme=0)
     bench.save(tokens_of(1, 64))
