@@ -295,8 +295,14 @@ class Store:
         namespace: a root. prefix, or one by its name: goes with all that continues it and with heads that nothing
         else uses. unused_s: what was not used for so many seconds. larger: bytes; sequences whose KV takes more, but
         for what others share and what is pinned. tier: drop only the copies in one tier. dry_run: only count.
-        forget_names: also what people named of it, which holds its tokens. Raises SettingsError, NotFoundError.
+        forget_names: also what people named of it, which holds its tokens; not with a tier. Raises SettingsError,
+        NotFoundError; then nothing has changed.
         """
+        _refuse_unless(
+            tier is None or not forget_names,
+            f"forget_names with the tier {tier!r}: a name is of what all tiers hold",
+            "leave tier out, or forget_names",
+        )
         target = self._target(everything, namespace, salt, prefix, name, unused_s, larger)
         return self._require().evict(target, tier, dry_run=dry_run, names=forget_names)
 

@@ -128,6 +128,33 @@ def test_an_eviction_is_counted_first_and_takes_what_was_counted(made: Any, serv
     assert {one["label"] for one in served.get("/v1/prefixes")["prefixes"]} == {"second"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"everything": True, "tier": "rma"}, "'ram' or 'nvme'"),
+        ({"everything": True, "tier": "ram", "forget_names": True}, "forget_names"),
+        ({"everything": True, "tier": "ram", "wipe": True}, "wipe"),
+        ({"name": "greeting", "everything": True}, "exclude one another"),
+        ({"namespace": "first", "prefix": "1,2", "name": "greeting"}, "exclude one another"),
+    ],
+)
+def test_an_eviction_that_is_refused_forgets_no_name(made: Any, served: Served, asked: Any, says: str) -> None:
+    before = served.get("/v1/names"), served.get("/v1/stats")["tiers"]
+    found = served.ask("POST", "/v1/evict", asked)
+    assert found.status == 422
+    assert says in found.told["detail"] + " ".join(found.told["errors"])
+    assert served.ask("POST", "/v1/evict", {**asked, "dry_run": False, "confirm": "x"}).status in (404, 422)
+    assert (served.get("/v1/names"), served.get("/v1/stats")["tiers"]) == before
+
+
+def test_names_stay_where_one_tier_is_emptied(made: Any, served: Served) -> None:
+    asked = {"name": "greeting", "tier": "ram"}
+    would = served.post("/v1/evict", asked)
+    assert would["forgotten"] == []
+    served.post("/v1/evict", {**asked, "dry_run": False, "confirm": would["confirm"]})
+    assert "greeting" in [one["name"] for one in served.get("/v1/names")["names"]]
+
+
 def test_evicting_a_name_forgets_it(made: Any, served: Served) -> None:
     would = served.post("/v1/evict", {"name": "greeting"})
     served.post("/v1/evict", {"name": "greeting", "dry_run": False, "confirm": would["confirm"]})
