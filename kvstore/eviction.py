@@ -8,8 +8,9 @@ finished by `catch_up`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 
@@ -45,9 +46,41 @@ Victim = tuple[bytes, bytes]
 """Index key and key."""
 
 
+class Selection(TypedDict, total=False):
+    """What to evict, as `Store.evict` and `Store.losing` take it: exactly one of these."""
+
+    everything: bool
+    namespace: bytes | None
+    """A root."""
+    salt: bytes | str | None
+    """All namespaces under it."""
+    prefix: Match | None
+    """Goes with all that continues it and with heads that nothing else uses."""
+    name: str | None
+    """A prefix by what it was named, all of which is stored."""
+    unused_s: float | None
+    """What was not used for so many seconds."""
+    larger: int | None
+    """Bytes; sequences whose KV takes more, but for what others share and what is pinned."""
+
+
+def refuse_unless_one(selection: Mapping[str, object]) -> None:
+    """Raises SettingsError unless exactly one field of a `Selection` is given, TypeError for what is none."""
+    known = tuple(Selection.__annotations__)
+    for name in selection:
+        if name not in known:
+            raise TypeError(f"{name!r} selects nothing to evict")
+    given = [name for name, value in selection.items() if value is not None and value is not False]
+    if len(given) != 1:
+        raise SettingsError(
+            f"an eviction needs exactly one of {', '.join(known)}; given: {', '.join(given) or 'none'}",
+            "name one; combine two by evicting twice",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to evict: exactly one of these.
+    """A `Selection` as tiers know it: one of these.
 
     unused_s: blocks not used for so many seconds. larger: bytes; sequences whose KV takes more. keys: blocks.
     """
@@ -59,14 +92,6 @@ class Target:
     unused_s: float | None = None
     larger: int | None = None
     keys: frozenset[bytes] | None = None
-
-    def __post_init__(self) -> None:
-        given = (self.root, self.salt, self.prefix, self.unused_s, self.larger, self.keys)
-        if self.everything + sum(one is not None for one in given) != 1:
-            raise SettingsError(
-                "an eviction needs exactly one of everything, namespace, salt, prefix, unused_s, larger",
-                "name one; combine two by evicting twice",
-            )
 
     def takes(self, record: NamespaceRecord) -> bool:
         """Whether it names a namespace as a whole."""

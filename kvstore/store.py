@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType, TracebackType
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvstore.core import Core
 from kvstore.days import Days
 from kvstore.errors import ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
 from kvstore.events import Cause, Events, Fault, Matched, Notice, Observer
-from kvstore.eviction import Target
+from kvstore.eviction import Selection, Target, refuse_unless_one
 from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns
 from kvstore.identity import Extra, Tokens, as_tokens, chain, salt_digest
@@ -279,55 +279,46 @@ class Store:
     def evict(
         self,
         *,
-        everything: bool = False,
-        namespace: bytes | None = None,
-        salt: bytes | str | None = None,
-        prefix: Match | None = None,
-        name: str | None = None,
-        unused_s: float | None = None,
-        larger: int | None = None,
         tier: str | None = None,
         dry_run: bool = False,
         forget_names: bool = False,
+        **selection: Unpack[Selection],
     ) -> dict[str, int]:
         """Evict what exactly one of these names, in every process; returns how many blocks by tier.
 
-        namespace: a root. prefix, or one by its name: goes with all that continues it and with heads that nothing
-        else uses. unused_s: what was not used for so many seconds. larger: bytes; sequences whose KV takes more, but
-        for what others share and what is pinned. tier: drop only the copies in one tier. dry_run: only count.
-        forget_names: also what people named of it, which holds its tokens; not with a tier. Raises SettingsError,
-        NotFoundError; then nothing has changed.
+        selection: everything, namespace, salt, prefix, name, unused_s or larger, as `Selection` says. tier: drop only
+        the copies in one tier. dry_run: only count. forget_names: also what people named of it, which holds its tokens;
+        not with a tier. Raises SettingsError, NotFoundError; then nothing has changed.
         """
         _refuse_unless(
             tier is None or not forget_names,
             f"forget_names with the tier {tier!r}: a name is of what all tiers hold",
             "leave tier out, or forget_names",
         )
-        target = self._target(everything, namespace, salt, prefix, name, unused_s, larger)
-        return self._require().evict(target, tier, dry_run=dry_run, names=forget_names)
+        return self._require().evict(self._target(selection), tier, dry_run=dry_run, names=forget_names)
 
-    def losing(self, **target: Any) -> list[str]:
-        """Names of prefixes of which `evict` from all tiers would take blocks now. target: named as there."""
-        return self._require().losing(self._target(**target))
+    def losing(self, **selection: Unpack[Selection]) -> list[str]:
+        """Names of prefixes of which `evict` of the same from all tiers would take blocks now."""
+        return self._require().losing(self._target(selection))
 
-    def _target(
-        self,
-        everything: bool = False,
-        namespace: bytes | None = None,
-        salt: bytes | str | None = None,
-        prefix: Match | None = None,
-        name: str | None = None,
-        unused_s: float | None = None,
-        larger: int | None = None,
-    ) -> Target:
+    def _target(self, selection: Selection) -> Target:
         core = self._require()
-        if name is not None and prefix is None:
+        refuse_unless_one(selection)
+        prefix, salt = selection.get("prefix"), selection.get("salt")
+        if (name := selection.get("name")) is not None:
             record = core.pins.get(name)
             prefix = self.match(self.namespace_at(record.root), np.frombuffer(record.tokens, "<u4"))
             if prefix.tokens < prefix.asked:  # what is left of it belongs to others as well
                 problem = f"only {prefix.tokens} of the {prefix.asked} tokens named {name!r} are stored"
                 raise NotFoundError(problem, "unpin the name; evict what is left by its prefix")
-        return Target(everything, namespace, None if salt is None else salt_digest(salt), prefix, unused_s, larger)
+        return Target(
+            everything=selection.get("everything", False),
+            root=selection.get("namespace"),
+            salt=None if salt is None else salt_digest(salt),
+            prefix=prefix,
+            unused_s=selection.get("unused_s"),
+            larger=selection.get("larger"),
+        )
 
     def wipe(self, progress: Step = lambda what, done, total: None) -> Wiped:
         """Leave no readable byte, in any file of any tier, of what was evicted, by whatever means.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.errors import NotFoundError, SettingsError
+from kvstore.eviction import Selection
 from kvstore.header import slot_bytes
 from kvstore.identity import Tokens as Ids
 from kvstore.identity import salt_digest
@@ -94,7 +95,7 @@ def eviction_target(
     salt: str | None = None,
     unused: float | None = None,
     larger: str | None = None,
-) -> dict[str, Any]:
+) -> Selection:
     """The arguments of `Store.evict` that options name.
 
     prefix: first tokens (``1,2,3``), or the beginning of a key. larger: a size. Raises SettingsError for nothing, or
@@ -127,7 +128,7 @@ def eviction_target(
     )
 
 
-def eviction_counted(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = False) -> dict[str, Any]:
+def eviction_counted(store: Store, target: Selection, tier: str | None, wipe: bool = False) -> dict[str, Any]:
     """What `evict` would do: blocks by tier; names of prefixes that lose blocks, and those that are forgotten.
 
     With a tier alone no prefix is lost: what it drops may be in another, and pins stay.
@@ -138,11 +139,11 @@ def eviction_counted(store: Store, target: dict[str, Any], tier: str | None, wip
     return {"blocks": blocks, "names": names, "forgotten": forgotten}
 
 
-def evict(store: Store, target: dict[str, Any], tier: str | None, wipe: bool = False) -> dict[str, int]:
+def evict(store: Store, target: Selection, tier: str | None, wipe: bool = False) -> dict[str, int]:
     """Evict, and forget the name that named it; blocks by tier. wipe: forget every name of what goes."""
     counts = store.evict(**target, tier=tier, forget_names=wipe)
-    if "name" in target and tier is None and not wipe:
-        store.unpin(target["name"])
+    if (name := target.get("name")) is not None and tier is None and not wipe:
+        store.unpin(name)
     return counts
 
 
