@@ -42,11 +42,18 @@ def open(
     """Open the store in a directory, which is made when it does not exist.
 
     path, arguments: as `Settings.resolve` takes them, e.g. ``kvstore.open("kv", ram="4GiB", nvme="100GiB")``; settings:
-    instead of both. observers: called with every `kvstore.events.Event`. wrap: puts a medium of one's own around each
+    instead of these. observers: called with every `kvstore.events.Event`. wrap: puts a medium of one's own around each
     tier's. Raises a `KVStoreError` that says what to do.
     """
+    from kvstore.errors import SettingsError
     from kvstore.settings import Settings
     from kvstore.store import open_store
 
+    given = [name for name, value in {"path": path, **arguments}.items() if value is not None]
+    if settings is not None and given:
+        raise SettingsError(
+            f"settings were given, and {', '.join(given)} beside them",
+            "leave one of both out; dataclasses.replace(settings, ram=…) makes other settings",
+        )
     chosen = settings if settings is not None else Settings.resolve(path, environ=None, **arguments)
     return open_store(chosen, wrap=wrap or (lambda medium: medium), observers=observers)

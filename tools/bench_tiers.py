@@ -67,7 +67,7 @@ class Subject:
         budget = 3 * self.bytes + 256 * MIB
         self.settings = Settings.resolve(path, ram=budget, nvme=budget if nvme else 0, hbm=0)
         self.moves = Moves()
-        self.store = kvstore.open(path, settings=self.settings, observers=(self.moves,))
+        self.store = kvstore.open(settings=self.settings, observers=(self.moves,))
         self.space = self.store.namespace(self.layout, label="bench")
         shape = (LAYERS, 2, HEADS, self.tokens, DIM)
         self._source, self._target = _tensor(shape), _tensor(shape)

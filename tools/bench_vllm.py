@@ -156,7 +156,7 @@ def measure(plan: Plan, step: Step) -> dict[str, Any]:
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(plan.folder))
         settings = Settings.resolve(scratch / "store", ram=1024 * MIB, nvme=2048 * MIB, hbm=0)
-        store = stack.enter_context(kvstore.open(settings.path, settings=settings))
+        store = stack.enter_context(kvstore.open(settings=settings))
         extra = {"path": str(settings.path), "ram": settings.ram, "nvme": settings.nvme, "gate": False}
         ours = stack.enter_context(Engine(plan.model, "kvstore", extra, scratch))
         example = {"shared_storage_path": str(scratch / "example")}

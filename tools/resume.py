@@ -97,7 +97,7 @@ class Bench:
     def attach(self) -> None:
         """Open the store, if it is not open, and attach the model to it."""
         if self._store is None:
-            self._store = kvstore.open(self.settings.path, settings=self.settings)
+            self._store = kvstore.open(settings=self.settings)
         self._attached = attach(self.model, self._store, warm_tokens=self.tokens + ROOM)
 
     def detach(self) -> None:
