@@ -43,7 +43,12 @@ def open(
 
     path, arguments: as `Settings.resolve` takes them, e.g. ``kvstore.open("kv", ram="4GiB", nvme="100GiB")``; settings:
     instead of these. observers: called with every `kvstore.events.Event`. wrap: puts a medium of one's own around each
-    tier's. Raises a `KVStoreError` that says what to do.
+    tier's.
+
+    A directory that this process has open already is shared, with the settings in force: further handles need its path
+    alone. What is passed all the same, by arguments, settings or wrap, must be what is in force; but for ``hbm=0``,
+    which shares one that is on. ``KVSTORE_*`` and TOML are read for the first handle, and not compared. Raises a
+    `KVStoreError` that says what to do.
     """
     from kvstore.errors import SettingsError
     from kvstore.settings import Settings
@@ -56,4 +61,4 @@ def open(
             "leave one of both out; dataclasses.replace(settings, ram=…) makes other settings",
         )
     chosen = settings if settings is not None else Settings.resolve(path, environ=None, **arguments)
-    return open_store(chosen, wrap=wrap or (lambda medium: medium), observers=observers)
+    return open_store(chosen, given if settings is None else chosen.to_dict(), wrap=wrap, observers=observers)

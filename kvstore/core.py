@@ -29,17 +29,22 @@ from kvstore.saving import Saver
 from kvstore.settings import Settings
 from kvstore.statistics import Stats, by_middle, merged, tier_stats
 from kvstore.tiers.device import DeviceTier, open_device_tier
+from kvstore.tiers.medium import Medium
 from kvstore.tiers.slotted import SlottedTier
 from kvstore.wiping import Step, Wiped, Wiper
 
 RESCAN_BLOCKS = 64
 
 
+def _as_it_is(medium: Medium) -> Medium:
+    return medium
+
+
 class Core:
     """Everything behind the handles of one directory."""
 
-    def __init__(self, settings: Settings, wrap: Wrap, observers: tuple[Observer, ...]) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, wrap: Wrap | None, observers: tuple[Observer, ...]) -> None:
+        self.settings, self.wrap = settings, wrap
         self.events = Events(observers)
         self.counters = Counters()
         self.events.subscribe(self.counters)
@@ -48,7 +53,7 @@ class Core:
         self.handles = 0
         self._users: set[object] = set()
         self._unused = threading.Condition()
-        self._assembly = assembly = Assembly(settings, wrap, self.device, self.events)
+        self._assembly = assembly = Assembly(settings, wrap or _as_it_is, self.device, self.events)
         self.owner, self.ram, self.nvme = assembly.owner, assembly.ram, assembly.nvme
         self.purge, self.pins, self.quotas = assembly.purge, assembly.pins, assembly.quotas
         self.days, self.wipes = assembly.days, assembly.wipes

@@ -7,7 +7,7 @@ never failed for the store's sake: `load` and `save` report misses and skipped b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import EllipsisType, TracebackType
 from typing import Unpack
 
@@ -396,10 +396,13 @@ def _refuse_unless(fine: bool, problem: str, remedy: str) -> None:
         raise SettingsError(problem, remedy)
 
 
-def open_store(settings: Settings, *, wrap: Wrap, observers: Sequence[Observer]) -> Store:
-    """A handle on the store of ``settings.path``; handles of one process share one core.
+def open_store(
+    settings: Settings, given: Collection[str], *, wrap: Wrap | None, observers: Sequence[Observer]
+) -> Store:
+    """A handle on the store of ``settings.path``; handles of one process share one core, and its settings.
 
-    Raises a KVStoreError of its own for each thing that can be wrong with the path, the medium or a budget.
+    given: settings that the caller named. Raises a KVStoreError of its own for each thing that can be wrong with the
+    path, the medium or a budget, and SettingsError where the store is open with others.
     """
-    core, fresh = registry.acquire(settings, wrap, observers)
+    core, fresh = registry.acquire(settings, given, wrap, observers)
     return Store(core, () if fresh else observers)
