@@ -12,7 +12,6 @@ from typing import TypeAlias, TypeVar
 
 from kvstore import superblock
 from kvstore.days import DayBook
-from kvstore.errors import SettingsError
 from kvstore.events import Events, Notice
 from kvstore.eviction import catch_up
 from kvstore.host import boot_id, ram_cap, supports_o_direct
@@ -49,8 +48,6 @@ class Assembly:
     def __init__(self, settings: Settings, wrap: Wrap, device: str | None, events: Events) -> None:
         self._settings, self._events = settings, events
         path = settings.path
-        if not settings.ram:
-            raise SettingsError("ram is 0: every block passes through it", "give ram a budget, 64MiB or more")
         superblock.prepare_directory(path)
         self._opened: list[SlottedTier] = []
         self._home: MemoryHome | None = None

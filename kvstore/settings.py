@@ -83,8 +83,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
             object.__setattr__(self, name, _read("the settings", name, read, getattr(self, name)))
-        if not (self.ram or self.nvme or self.hbm):
-            raise SettingsError("ram, nvme and hbm are all 0: nothing could be stored", "give one of them a budget")
         if self.mover_queue_bytes < self.mover_batch_bytes:
             raise SettingsError(
                 f"mover_queue_bytes is {self.mover_queue_bytes}, one batch of the mover {self.mover_batch_bytes}",
@@ -198,6 +196,13 @@ def _size(value: object, least: int = 0, multiple: int = 1) -> int:
     return size
 
 
+def _ram_size(value: object) -> int:
+    size = _size(value)
+    if not size:
+        raise SettingsError(f"{value!r}, and every block passes through it", "give ram a budget, 64MiB or more")
+    return size
+
+
 def _count(value: object, most: int) -> int:
     number = int(value) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,19}", value.strip()) else value
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
@@ -238,7 +243,7 @@ def _direct_io(value: object) -> str:
 
 _READERS: Mapping[str, _Reader] = {
     "path": _path,
-    "ram": _size,
+    "ram": _ram_size,
     "nvme": _size,
     "hbm": _size,
     "device": _device,

@@ -20,7 +20,7 @@ GIB = 1 << 30
 # For every setting, three values as a user may write them, and what each means.
 WRITTEN: dict[str, list[tuple[str, object]]] = {
     "path": [("/a", Path("/a")), ("/b/../c", Path("/c")), ("/d e", Path("/d e"))],
-    "ram": [("1GiB", GIB), ("500MB", 500_000_000), ("0", 0)],
+    "ram": [("1GiB", GIB), ("500MB", 500_000_000), ("1", 1)],
     "nvme": [("1GiB", GIB), ("1.5 GiB", 3 * GIB // 2), ("4096", 4096)],
     "hbm": [("1GiB", GIB), ("0", 0), ("2 KiB", 2048)],
     "device": [("cuda", "cuda"), ("cuda:1", "cuda:1"), ("cpu", "cpu")],
@@ -140,7 +140,7 @@ def test_a_named_file_must_be_there_and_be_a_file(tmp_path: Path) -> None:
 
 NOT_SIZES, NOT_COUNTS, NOT_SECONDS = "20G -1 lots 1e9 9999PiB", "0 -1 two 1.5 ²", "-1 nan inf 5s"
 WRONG = {
-    "ram": NOT_SIZES,
+    "ram": f"{NOT_SIZES} 0 0GiB",
     "nvme": NOT_SIZES,
     "hbm": NOT_SIZES,
     "ram_segment_bytes": f"{NOT_SIZES} 0 4095 5000 1MB",
@@ -208,11 +208,16 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(SettingsError, match="nothing could be stored"):
-        Settings.resolve("/store", environ={}, ram=0, nvme="0")
     with pytest.raises(SettingsError, match="as large as mover_batch_bytes"):
         Settings.resolve("/store", environ={}, mover_batch_bytes="2MiB", mover_queue_bytes="1MiB")
-    assert Settings.resolve("/store", environ={}, ram=0, nvme=0, hbm="1GiB").hbm == GIB
+
+
+@pytest.mark.parametrize("others", [{}, {"nvme": 0}, {"nvme": 0, "hbm": "1GiB"}])
+def test_no_memory_at_all_is_refused_whatever_the_other_budgets_are(others: dict[str, object]) -> None:
+    for ram in (0, "0 B"):
+        with pytest.raises(SettingsError, match=r"the argument ram: .*every block passes through it\n.*64MiB"):
+            Settings.resolve("/store", environ={}, ram=ram, **others)
+    assert Settings.resolve("/store", environ={}, ram=1, nvme=0).nvme == 0
 
 
 def test_paths_are_absolute_and_know_the_user_s_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

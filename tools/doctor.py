@@ -207,8 +207,6 @@ def _nvme(settings: Settings) -> Iterator[Finding]:
 
 
 def _shared_memory(settings: Settings) -> Iterator[Finding]:
-    if not settings.ram:
-        return
     where = settings.ram_directory
     found = host.refuse_off_tmpfs(where)
     status = os.statvfs(where)
@@ -223,11 +221,6 @@ def _shared_memory(settings: Settings) -> Iterator[Finding]:
 
 
 def _ram(settings: Settings) -> Iterator[Finding]:
-    if not settings.ram:
-        yield Finding(
-            "ram budget", "0: every block passes through it", Grade.REFUSED, "give ram a budget, 64MiB or more"
-        )
-        return
     cap = host.ram_cap(settings.ram, settings.ram_directory, 0)
     if cap.reason:
         yield Finding("ram budget", cap.reason, Grade.NOTE, "enlarge what limits it, or set ram lower")

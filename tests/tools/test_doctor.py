@@ -16,7 +16,14 @@ from typer.testing import CliRunner
 
 import kvstore
 from kvstore import assembly
-from kvstore.errors import FilesystemError, KVStoreError, OwnershipError, PathError, RamDirectoryError
+from kvstore.errors import (
+    FilesystemError,
+    KVStoreError,
+    OwnershipError,
+    PathError,
+    RamDirectoryError,
+    SettingsError,
+)
 from kvstore.host import Cap
 from kvstore.settings import Settings
 from kvstore.tools import doctor
@@ -69,7 +76,10 @@ def test_a_ram_directory_off_tmpfs_is_refused_as_opening_refuses_it(
 
 def test_a_store_without_ram_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_RAM", "0")
-    assert found(tmp_path, "ram budget").grade is Grade.REFUSED
+    told = found(tmp_path, "settings")
+    with pytest.raises(SettingsError, match=r"the environment variable KVSTORE_RAM: .*passes through it") as opening:
+        kvstore.open(tmp_path / "store")
+    assert told == Finding("settings", opening.value.problem, Grade.REFUSED, opening.value.remedy)
 
 
 def test_a_wrong_setting_is_one_finding_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
