@@ -12,22 +12,96 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstore.assembly import Wrap
+    from kvstore.days import Days
     from kvstore.errors import KVStoreError
-    from kvstore.events import Observer
-    from kvstore.layout import Layout
+    from kvstore.events import Event, Events, Observer
+    from kvstore.eviction import Selection
+    from kvstore.identity import Extra, Tokens
+    from kvstore.kv import HostKV, KVBuffer
+    from kvstore.layout import LayerShape, Layout, Part
+    from kvstore.listing import NamespaceUse, Prefix
+    from kvstore.match import Match, Namespace
+    from kvstore.prefetch import Prefetch
+    from kvstore.records import NameRecord, NamespaceRecord
+    from kvstore.saving import Saving
+    from kvstore.serving import Buffers, Lease, Loaded
     from kvstore.settings import Settings
+    from kvstore.statistics import Stats
     from kvstore.store import Store
+    from kvstore.tenants import QuotaUse
+    from kvstore.tiers.medium import Medium
+    from kvstore.verification import Report
+    from kvstore.wiping import Step, Wiped
 
 __version__ = "0.1.0"
-__all__ = ["KVStoreError", "Layout", "Settings", "__version__", "open"]
-_HOMES = {"KVStoreError": "kvstore.errors", "Layout": "kvstore.layout", "Settings": "kvstore.settings"}
+__all__ = [
+    "Buffers",
+    "Days",
+    "Event",
+    "Events",
+    "Extra",
+    "HostKV",
+    "KVBuffer",
+    "KVStoreError",
+    "LayerShape",
+    "Layout",
+    "Lease",
+    "Loaded",
+    "Match",
+    "Medium",
+    "NameRecord",
+    "Namespace",
+    "NamespaceRecord",
+    "NamespaceUse",
+    "Observer",
+    "Part",
+    "Prefetch",
+    "Prefix",
+    "QuotaUse",
+    "Report",
+    "Saving",
+    "Selection",
+    "Settings",
+    "Stats",
+    "Step",
+    "Store",
+    "Tokens",
+    "Wiped",
+    "Wrap",
+    "__version__",
+    "open",
+]
+_HOMES = {
+    "kvstore.assembly": ("Wrap",),
+    "kvstore.days": ("Days",),
+    "kvstore.errors": ("KVStoreError",),
+    "kvstore.events": ("Event", "Events", "Observer"),
+    "kvstore.eviction": ("Selection",),
+    "kvstore.identity": ("Extra", "Tokens"),
+    "kvstore.kv": ("HostKV", "KVBuffer"),
+    "kvstore.layout": ("LayerShape", "Layout", "Part"),
+    "kvstore.listing": ("NamespaceUse", "Prefix"),
+    "kvstore.match": ("Match", "Namespace"),
+    "kvstore.prefetch": ("Prefetch",),
+    "kvstore.records": ("NameRecord", "NamespaceRecord"),
+    "kvstore.saving": ("Saving",),
+    "kvstore.serving": ("Buffers", "Lease", "Loaded"),
+    "kvstore.settings": ("Settings",),
+    "kvstore.statistics": ("Stats",),
+    "kvstore.store": ("Store",),
+    "kvstore.tenants": ("QuotaUse",),
+    "kvstore.tiers.medium": ("Medium",),
+    "kvstore.verification": ("Report",),
+    "kvstore.wiping": ("Step", "Wiped"),
+}
 """Imported when asked for: numpy takes a tenth of a second, in which the console script has to stand already."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = getattr(import_module(home), name)
     return globals()[name]
 
 
