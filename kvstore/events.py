@@ -206,7 +206,22 @@ class Events:
 
 
 class Counters:
-    """An observer that adds events up: one integer a counter, under dotted names that `names` documents.
+    """An observer that adds events up: one integer a counter. Names, of which OPERATING.md says more:
+
+        asked.tokens                                          tokens asked for: hits and misses together
+        hit.<tier>.{tokens,bytes,microseconds}                what a tier served, and how long that took
+        load.<tier>.<bound>.times                             loads by `LOAD_BOUNDS_US`
+        miss.<cause>.tokens                                   tokens not served, by `Cause`
+        match.{times,microseconds}                            lookups
+        prefill.<adapter>.{tokens,rerun.tokens,microseconds}  `Prefilled`
+        gate.<adapter>.<reason>.decisions                     `Decided`
+        save.<tier>.{blocks,bytes,microseconds}               `Saved`
+        skip.<tier>.<reason>.blocks                           `Skipped`
+        move.<source>.<target>.{blocks,bytes,microseconds}    `Moved`
+        evict.<tier>.<reason>.blocks                          `Evicted`
+        fault.<tier>.<what>                                   `Fault`; ``store`` and ``adapter`` are tiers here
+        notice.<subject>                                      `Notice`
+        refuse.<adapter>.<reason>                             `Refusal`
 
     ``take`` hands out what has been added since the last call, to be added to the counters that processes share.
     """

@@ -35,7 +35,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A store at a moment. counters: as `kvstore.events.Counters` names them, over all processes.
+    """A store at a moment. counters: what `kvstore.events.Counters` lists, over all processes.
 
     asked_tokens = sum of hit_tokens + sum of miss_tokens. hbm: this process's own, None without one.
     """

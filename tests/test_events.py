@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -71,6 +74,44 @@ def test_every_kind_of_event_is_counted(event: Event) -> None:
     assert names
     assert all(name == name.lower() and " " not in name for name in names)
     assert all(isinstance(amount, int) and amount >= 0 for amount in names.values())
+
+
+ONE_OF_EACH: list[Event] = [
+    Hit("<tier>", 1, 1, 1.0),
+    *(Miss(cause, 1) for cause in Cause),
+    Matched(1, 1, 1.0),
+    Prefilled("<adapter>", 1, 1, 1.0, True),
+    Decided("<adapter>", "<reason>"),
+    Saved("<tier>", 1, 1, 1.0),
+    Skipped("<tier>", "<reason>", 1),
+    Moved("<source>", "<target>", 1, 1, 1.0),
+    Evicted("<tier>", "<reason>", 1),
+    Fault("<tier>", "<what>", ""),
+    Notice("<subject>", ""),
+    Refusal("<adapter>", "<reason>"),
+]
+
+
+def listed(text: str) -> set[str]:
+    """Names of counters, with what stands in braces set in."""
+    names: set[str] = set()
+    for name in re.findall(r"^(?: {8}|\| `)([a-z]+\.[^ `]+)", text, re.MULTILINE):
+        head, _, inner = name.partition("{")
+        names.update(head + one for one in inner.rstrip("}").split(","))
+    return names
+
+
+def test_every_counter_is_listed_where_a_reader_of_stats_looks() -> None:
+    assert {type(event) for event in ONE_OF_EACH} == set(get_args(Event))
+    counters = Counters()
+    for event in ONE_OF_EACH:
+        counters(event)
+    causes = "|".join(cause.value for cause in Cause)
+    named = {re.sub(rf"^miss\.({causes})\.", "miss.<cause>.", name) for name in counters.snapshot()}
+    named = {re.sub(r"^load\.<tier>\.\d+\.", "load.<tier>.<bound>.", name) for name in named}
+    assert listed(Counters.__doc__ or "") == named
+    page = (Path(__file__).parents[1] / "kvstore" / "OPERATING.md").read_text()
+    assert listed(page[page.index("## Counters") : page.index("## When something fails")]) == named
 
 
 @given(st.lists(st.one_of(EVENTS, st.sampled_from(["take", "take and fail"]))))
