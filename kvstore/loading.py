@@ -229,19 +229,21 @@ class _Promotion:
             ]
             bad = [placement for key, placement in self._slots.items() if key not in self._checksums]
             ram.abandon(bad)
+            published: list[Placement] = []
             try:
                 stones = loader._purge.newer(self._match.epoch)
-                published = ram.publish(good, stones, loader._timeout, now=now, flags=CLEAN) if good else []
+                if good:
+                    published = ram.publish(good, stones, loader._timeout, now=now, flags=CLEAN)
                 self._outcome.promoted = len(published)
             except KVStoreError as error:
                 loader._events.emit(Fault(ram.name, "promote", error.problem))
                 ram.abandon([placement for placement, _ in good])
         used = [self._pieces[at] for at in self._places if self._outcome.causes[at] is None]
         self.tier.touch([piece.entry.ref for piece in used], [piece.name.depth for piece in used], now)
-        if self._outcome.promoted:
-            size = self._outcome.promoted * self._shape.payload(self._shape.layout.block_tokens)
-            seconds = time.perf_counter() - self._began
-            loader._events.emit(Moved(self.tier.name, ram.name, self._outcome.promoted, size, seconds))
+        if published:
+            size = sum(self._shape.payload(placement.name.tokens) for placement in published)
+            seconds, root = time.perf_counter() - self._began, self._match.space.root
+            loader._events.emit(Moved(self.tier.name, ram.name, len(published), size, seconds, root))
 
     def _read(self, chunk: Sequence[int]) -> None:
         """Read one run; its verification and scatter go on in a copy thread while the next run is read.

@@ -250,14 +250,14 @@ class Mover:
             raise
         kept = {placement.ref for placement in published}
         self._nvme.abandon([placement for placement in placed if placement.ref not in kept])
-        self._mark([move for placement, move in batch.pairs if placement.ref in kept], CLEAN)
+        moved = [move for placement, move in batch.pairs if placement.ref in kept]
+        self._mark(moved, CLEAN)
         self._faults = 0
-        if published:
-            first = batch.pairs[0][1]
-            size, now = len(published) * first.payload_bytes, time.perf_counter()
+        if moved:
+            size, now = sum(move.payload_bytes for move in moved), time.perf_counter()
             seconds = now - max(batch.began, self._finished)  # batches overlap; no second is counted twice
-            root = first.record.root
-            self._events.emit(Moved(self._ram.name, self._nvme.name, len(published), size, seconds, root))
+            root = moved[0].record.root
+            self._events.emit(Moved(self._ram.name, self._nvme.name, len(moved), size, seconds, root))
         self._finished = time.perf_counter()
 
     def _give_back(self, pairs: Sequence[tuple[Placement, Move]]) -> None:

@@ -36,6 +36,24 @@ def save(store: kvstore.store.Store, space: Any, seed: int, blocks: int) -> np.n
     return tokens
 
 
+def test_bytes_moved_are_those_of_the_tokens_in_the_blocks(tmp_path: Path, memory: Path) -> None:
+    """One block and a half: of the second, half a payload."""
+    told: list[Event] = []
+    moved = LAYOUT.payload_bytes(tokens=16) + LAYOUT.payload_bytes(tokens=8)
+    with open_store(tmp_path, memory) as store:
+        space = store.namespace(LAYOUT)
+        store.events.subscribe(told.append)
+        tokens, kv = np.arange(24), HostKV.stacked(LAYOUT, np.ones((2, 2, 2, 24, 16), np.float32))
+        assert store.save(space, tokens, kv).bytes == moved
+        assert store.flush(30)
+        store.evict(everything=True, tier="ram")
+        assert store.load(store.match(space, tokens), kv).by_tier == {"nvme": 24}
+        moves = [(event.source, event.blocks, event.bytes, event.namespace) for event in told if type(event) is Moved]
+        assert moves == [("ram", 2, moved, space.root), ("nvme", 2, moved, space.root)]
+        (day,) = store.days().values()
+        assert day.moved_bytes == moved
+
+
 def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, memory: Path) -> None:
     told: list[Event] = []
     with open_store(tmp_path, memory, mover_batch_bytes="64KiB", mover_queue_bytes="64KiB") as store:
