@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.events import Cause, Events, Fault, Skipped
+from kvstore.events import Cause, Events, Fault, Skipped, SkipReason
 from kvstore.header import inspect_slot, slot_bytes
 from kvstore.kv import KVBuffer
 from kvstore.layout import Part
@@ -169,7 +169,7 @@ class DeviceSaver:
         taken = [one for one, ok in zip(placed, transfer.taken, strict=True) if ok]
         left = [one for one, ok in zip(placed, transfer.taken, strict=True) if not ok]
         if left:
-            self._events.emit(Skipped(NAME, "staging", len(left)))
+            self._events.emit(Skipped(NAME, SkipReason.STAGING, len(left)))
         return transfer, taken, left
 
     def forget(self, placed: Sequence[Placement]) -> None:

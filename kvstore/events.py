@@ -48,6 +48,62 @@ class Cause(StrEnum):
     """The model or the mode is not on the adapter's allow-list."""
 
 
+class SkipReason(StrEnum):
+    """Why blocks were not saved to `ram` or not moved to `nvme`."""
+
+    FULL = "full"
+    """No room: everything else there is pinned, leased or newer."""
+    QUOTA = "quota"
+    """The salt may not hold more."""
+    BUSY = "busy"
+    """A lock could not be had in time, or too many saves wait."""
+    WRITING = "writing"
+    """Somebody else is writing the same block at that moment."""
+    PURGED = "purged"
+    """Explicitly evicted, or taken back, while they were being written."""
+    EVICTED_BEFORE = "evicted before"
+    """Gone from `ram` before they were on `nvme`."""
+    QUEUE_FULL = "queue full"
+    """Too much waits for `nvme`; offered again when nothing does."""
+    CLOSING = "closing"
+    """The store was closed before they were written."""
+    FAULT = "fault"
+    """A medium or an index reported an error."""
+    STAGING = "staging"
+    """`hbm` had no room to copy through."""
+    MISMATCH = "mismatch"
+    """The model's cache did not hold what was run."""
+    CHANGED = "changed"
+    """The model's weights changed meanwhile."""
+
+
+class EvictReason(StrEnum):
+    """Why blocks left a tier."""
+
+    LRU = "lru"
+    """The least recently used made room."""
+    RECUT = "recut"
+    """Their segment, or the whole of `hbm`, was cut anew for slots of another size."""
+    QUOTA = "quota"
+    """A quota was set below what its salt held."""
+    SHRINK = "shrink"
+    """The tier was opened with a smaller budget."""
+    EVICT = "evict"
+    """Explicitly, by `Store.evict`."""
+    EXPIRED = "expired"
+    """Not used for their namespace's TTL."""
+    CORRUPT = "corrupt"
+    """Damaged."""
+    UNREADABLE = "unreadable"
+    """The medium reported an error when they were read."""
+    IMPORT = "import"
+    """Dropped from `ram` by an import: on the disk already, or to be saved anew since they are not."""
+    WIPE = "wipe"
+    """Given up to make room for the wiping of a full segment."""
+    DEAD_OWNER = "dead owner"
+    """Left half written by a process that died."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """``tokens`` tokens were served from ``tier``. namespace: its root, here and below; empty where there is none."""
@@ -115,10 +171,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """``blocks`` blocks were not saved or moved, and why (``known``, ``full``, ``busy``, ``quota``, ``purged``, …)."""
+    """``blocks`` blocks were not saved or moved to ``tier``."""
 
     tier: str
-    reason: str
+    reason: SkipReason
     blocks: int
 
 
@@ -136,10 +192,10 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """``blocks`` blocks left ``tier``: ``lru``, ``recut``, ``evict``, ``expired``, ``corrupt``, ``dead owner``."""
+    """``blocks`` blocks left ``tier``."""
 
     tier: str
-    reason: str
+    reason: EvictReason
     blocks: int
 
 

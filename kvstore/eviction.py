@@ -15,6 +15,7 @@ from typing import TypedDict
 import numpy as np
 
 from kvstore.errors import SettingsError
+from kvstore.events import EvictReason
 from kvstore.identity import ANCESTOR_BLOCKS
 from kvstore.layout import Layout, Part
 from kvstore.match import Match
@@ -121,7 +122,7 @@ class Eviction:
         if tier is None:
             buried = self._bury(target, victims)
             victims = {one.name: self._victims(one, target) for one in chosen}
-        counts = {one.name: one.remove(victims[one.name], "evict", doom=True) for one in chosen}
+        counts = {one.name: one.remove(victims[one.name], EvictReason.EVICT, doom=True) for one in chosen}
         for one in chosen if buried else ():
             _mark(one, buried)
         return counts
@@ -256,7 +257,7 @@ def catch_up(tier: SlottedTier, log: PurgeLog) -> int:
         roots = {number: record.root for number, record in namespaces.listing(txn)}
         entries = ((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS))
         victims = [(key, entry.key) for key, entry in entries if named(roots.get(entry.namespace, b""), entry)]
-    gone = tier.remove(victims, "evict", doom=True)
+    gone = tier.remove(victims, EvictReason.EVICT, doom=True)
     tier.index.write(lambda txn: put_number(txn, APPLIED, newest))
     return gone
 

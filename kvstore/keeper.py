@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.days import DayBook
 from kvstore.errors import KVStoreError
-from kvstore.events import Counters, Events, Fault
+from kvstore.events import Counters, Events, EvictReason, Fault
 from kvstore.eviction import behind, catch_up
 from kvstore.host import boottime_ns
 from kvstore.owners import bury, survey
@@ -194,7 +194,7 @@ class Keeper:
                     entry = Entry.unpack(raw)
                     if entry.namespace in limits and entry.key not in tier.pins():
                         victims.append((index_key, entry.key))
-        return tier.remove(victims, "expired")
+        return tier.remove(victims, EvictReason.EXPIRED)
 
     def _unused(self, tier: SlottedTier, limits: dict[int, int]) -> list[SlotRef]:
         """Slots whose stamp is older than their namespace's TTL."""

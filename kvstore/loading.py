@@ -17,7 +17,7 @@ from functools import partial
 
 from kvstore.copying import CopyThreads, Job, wait_all
 from kvstore.errors import CONTAINED, KVStoreError
-from kvstore.events import Cause, Events, Fault, Moved
+from kvstore.events import Cause, Events, EvictReason, Fault, Moved
 from kvstore.header import HEADER_BYTES, inspect_header, inspect_slot, slot_bytes
 from kvstore.kv import Bytes, KVBuffer, Run
 from kvstore.layout import Layout, Part
@@ -150,7 +150,7 @@ class Loader:
                 tier = self._ram if piece.tier == self._ram.name else self._nvme
                 self._events.emit(Fault(piece.tier, "verify", f"{piece.entry.ref}: {cause}"))
                 if tier is not None:
-                    tier.discard(piece.name, piece.entry, "corrupt")
+                    tier.discard(piece.name, piece.entry, EvictReason.CORRUPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,8 @@ class _Promotion:
                     self._read([at])
                 return
             self._loader._events.emit(Fault(self.tier.name, "load", error.problem))
-            self.tier.discard(self._pieces[chunk[0]].name, self._pieces[chunk[0]].entry, "unreadable")
+            piece = self._pieces[chunk[0]]
+            self.tier.discard(piece.name, piece.entry, EvictReason.UNREADABLE)
             return
         self._loader._threads.copy(lambda: self._arrived(chunk, images, private), self._scatters)
 

@@ -17,10 +17,10 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, NoSpaceError, StorageError
-from kvstore.events import Events, Fault, Moved, Notice, Skipped
+from kvstore.events import Events, Fault, Moved, Notice, Skipped, SkipReason
 from kvstore.policy import CLEAN, REFUSED
 from kvstore.purge import PurgeLog
-from kvstore.records import BlockName, Entry, NamespaceRecord
+from kvstore.records import BlockName, Entry, NamespaceRecord, Tombstone
 from kvstore.slots import SlotRef
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
@@ -83,6 +83,7 @@ class Mover:
         self._busy = False
         self._stopping = False
         self._faults = 0
+        self._given_up = self._flushed = 0
         self._finished = 0.0
         self._paused_until = 0.0
         self._changed = threading.Condition()
@@ -95,10 +96,10 @@ class Mover:
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Queue blocks; the oldest waiting ones are dropped when there are too many. Never waits."""
-        dropped = 0
+        dropped, reason = 0, SkipReason.QUEUE_FULL
         with self._changed:
             if self._stopping:
-                dropped = len(moves)
+                dropped, reason = len(moves), SkipReason.CLOSING
             else:
                 self._queue.extend(moves)
                 self._queued += sum(move.slot_bytes for move in moves)
@@ -106,8 +107,8 @@ class Mover:
                     self._queued -= self._queue.popleft().slot_bytes
                     dropped += 1
                 self._changed.notify_all()
-        if dropped:
-            self._events.emit(Skipped(self._nvme.name, "queue full", dropped))
+            self._given_up += dropped
+        self._tell(reason, dropped)
 
     @property
     def idle(self) -> bool:
@@ -126,16 +127,27 @@ class Mover:
         return time.monotonic() < self._paused_until
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was submitted is in `nvme` or given up; False when that took too long.
+        """Wait until nothing waits; True when all that was submitted since it last did is on `nvme`.
 
-        False at once while nothing is written after faults.
+        False when that took longer than ``timeout`` seconds, at once while nothing is written after faults, and when
+        blocks were given up: the queue or `nvme` was full, a quota, a lock or a fault was in the way, the store closed,
+        or they were gone from `ram` too early. Not for what was explicitly evicted meanwhile (`Store.evict` from all
+        tiers, or from `nvme`), nor for what another process is writing. What was given up and is still in `ram` is
+        offered again by `rescan`, unless `nvme` or a quota was full; a later True says nothing of it.
         """
         with self._changed:
+            before = self._flushed
             self._changed.wait_for(lambda: self.idle or (self.paused and not self._busy), timeout)
-            return self.idle
+            if not self.idle:
+                return False
+            self._flushed = self._given_up
+            return self._given_up == before
 
     def close(self, timeout: float) -> bool:
-        """Finish what waits, as far as that is done within ``timeout`` seconds or until a Ctrl-C, then stop."""
+        """Finish what waits, as far as that is done within ``timeout`` seconds or until a Ctrl-C, then stop.
+
+        Returns what `flush` did.
+        """
         try:
             return self.flush(timeout)
         finally:
@@ -143,8 +155,7 @@ class Mover:
 
     def _stop(self) -> None:
         left = self._halt()
-        if left:
-            self._events.emit(Skipped(self._nvme.name, "closing", left))
+        self._tell(SkipReason.CLOSING, left)
         self._thread.join()
 
     def _halt(self) -> int:
@@ -154,6 +165,7 @@ class Mover:
             for batch in self._under_way.copy():
                 batch.written.cancel()
             left, self._queued = len(self._queue), 0
+            self._given_up += left
             self._queue.clear()
             self._changed.notify_all()
         return left
@@ -171,25 +183,25 @@ class Mover:
                 moves = self._take() if more else []
                 self._busy = True
             if moves:
-                self._guarded(len(moves), partial(self._begin, moves))
+                self._guarded(moves, partial(self._begin, moves))
             if under_way:
                 batch = under_way.popleft()
-                self._guarded(len(batch.pairs), partial(self._finish, batch))
+                self._guarded(batch.pairs, partial(self._finish, batch))
             with self._changed:
                 self._busy = bool(under_way)
                 self._changed.notify_all()
 
-    def _guarded(self, blocks: int, step: Callable[[], None]) -> None:
-        """Do a step; when it fails, that is told."""
+    def _guarded(self, unsettled: Sequence[object], step: Callable[[], None]) -> None:
+        """Do a step; when it fails, that is told. unsettled: blocks of which nothing else was told until then."""
         try:
             step()
         except (BusyError, ClosedError) as error:
-            self._events.emit(Skipped(self._nvme.name, "busy", blocks))
+            self._give_up(SkipReason.BUSY, len(unsettled))
             self._events.emit(Fault(self._nvme.name, "move", error.problem))
         except KVStoreError as error:
-            self._fault(error, blocks)
+            self._fault(error, len(unsettled))
         except Exception as error:  # noqa: BLE001  the mover must outlive anything, and say so
-            self._fault(StorageError(repr(error), ""), blocks)
+            self._fault(StorageError(repr(error), ""), len(unsettled))
 
     def _wait(self) -> float | None:
         """Nobody tells of the end of a pause; what was queued during one waits for it."""
@@ -212,36 +224,41 @@ class Mover:
         return max(1, self._batch_bytes // move.slot_bytes)
 
     def _begin(self, moves: list[Move]) -> None:
-        """Reserve slots, and have them written, batch by batch."""
+        """Reserve slots, and have them written, batch by batch. Leaves in ``moves`` those not settled, if it fails."""
         began = time.perf_counter()
         first = moves[0]
         space = self._nvme.space(first.record)
         named = {move.name.index_key: move for move in moves}
+        moves[:] = named.values()  # of one that was pushed out and saved again, the last alone
         epoch = min(move.entry.epoch for move in moves)
         now = max(move.now for move in moves)
         reserved = self._nvme.reserve([move.name for move in moves], space, first.slot_bytes, epoch, now=now)
-        pairs = [(placement, named[placement.name.index_key]) for placement in reserved.placed]
+        pairs = [(placement, named.pop(placement.name.index_key)) for placement in reserved.placed]
         try:
+            left = [named.pop(name.index_key) for name in reserved.left]
+            self._mark(left, REFUSED)
             known = {entry.key for entry in reserved.known}
-            self._mark([move for move in moves if move.name.key in known], CLEAN)
-            if reserved.left:
-                reason = "quota" if reserved.over_quota else "full"
-                self._events.emit(Skipped(self._nvme.name, reason, len(reserved.left)))
-                self._mark([named[name.index_key] for name in reserved.left], REFUSED)
+            self._mark([move for move in named.values() if move.name.key in known], CLEAN)
+            self._give_up(SkipReason.QUOTA if reserved.over_quota else SkipReason.FULL, len(left))
+            self._leave([move for move in named.values() if move.name.key not in known])
+            moves[:] = [move for _, move in pairs]
             count = self._batch_blocks(first)
             while pairs and not self._stopping:
                 written = self._run_write(partial(self._write, pairs[:count], first.slot_bytes))
                 self._under_way.append(_Batch(pairs[:count], written, epoch, now, began))
-                del pairs[:count]
-        finally:
-            self._give_back(pairs)
+                del pairs[:count], moves[:count]
+        except BaseException:
+            self._nvme.abandon([placement for placement, _ in pairs])
+            raise
+        self._give_back(pairs)
 
     def _finish(self, batch: _Batch) -> None:
         """When a batch is written: publish it, and flag its `ram` slots as clean."""
         placed = [placement for placement, _ in batch.pairs]
         try:
             done = batch.written.result()
-            published = self._nvme.publish(done, self._purge.newer(batch.epoch), now=batch.now)
+            stones = self._purge.newer(batch.epoch)
+            published = self._nvme.publish(done, stones, now=batch.now)
         except CancelledError:
             self._give_back(batch.pairs)
             return
@@ -258,20 +275,42 @@ class Mover:
             seconds = now - max(batch.began, self._finished)  # batches overlap; no second is counted twice
             root = moved[0].record.root
             self._events.emit(Moved(self._ram.name, self._nvme.name, len(moved), size, seconds, root))
+        if len(moved) < len(placed):
+            written = {placement.ref for placement, _ in done}
+            gone = [move for placement, move in batch.pairs if placement.ref not in written]
+            purged = sum(_purged(move, stones) for move in gone)
+            self._tell(SkipReason.PURGED, len(done) - len(published) + purged)
+            self._give_up(SkipReason.EVICTED_BEFORE, len(gone) - purged)
         self._finished = time.perf_counter()
 
     def _give_back(self, pairs: Sequence[tuple[Placement, Move]]) -> None:
-        """Of blocks that are not written since the store closes, or nothing can be written: their slots."""
+        """Of blocks that are not written since the store closes: their slots."""
         if pairs:
             self._nvme.abandon([placement for placement, _ in pairs])
-            if self._stopping:
-                self._events.emit(Skipped(self._nvme.name, "closing", len(pairs)))
+            self._give_up(SkipReason.CLOSING, len(pairs))
+
+    def _leave(self, moves: Sequence[Move]) -> None:
+        """Of blocks that somebody is writing to `nvme`: what is under way here is told of when it is finished."""
+        here = {move.name.index_key: _slot(move) for batch in self._under_way for _, move in batch.pairs}
+        others = [move for move in moves if move.name.index_key not in here]
+        self._tell(SkipReason.WRITING, len(others))
+        # Evicted and saved anew since it is under way: what is written may be dropped.
+        again = [move for move in moves if here.get(move.name.index_key, _slot(move)) != _slot(move)]
+        self._give_up(SkipReason.WRITING, len(again))
+
+    def _give_up(self, reason: SkipReason, blocks: int) -> None:
+        """Count blocks that will not be moved, though `flush` would have them moved, and tell of them."""
+        with self._changed:
+            self._given_up += blocks
+        self._tell(reason, blocks)
+
+    def _tell(self, reason: SkipReason, blocks: int) -> None:
+        if blocks:
+            self._events.emit(Skipped(self._nvme.name, reason, blocks))
 
     def _write(self, pairs: list[tuple[Placement, Move]], slot_bytes: int) -> Written:
-        """Write slot images straight from `ram`; those that changed under the write are left out."""
+        """Write slot images straight from `ram`; what left it before, or under the write, is left out."""
         live = self._ram.unchanged([move.entry for _, move in pairs])
-        if not all(live):
-            self._events.emit(Skipped(self._nvme.name, "evicted before", live.count(False)))
         pairs = [pair for pair, same in zip(pairs, live, strict=True) if same]
         refs = [placement.ref for placement, _ in pairs]
         images = [self._ram.slot(move.entry.ref, slot_bytes) for _, move in pairs]
@@ -287,8 +326,18 @@ class Mover:
 
     def _fault(self, error: KVStoreError, blocks: int) -> None:
         self._events.emit(Fault(self._nvme.name, "move", error.problem))
-        self._events.emit(Skipped(self._nvme.name, "fault", blocks))
+        self._give_up(SkipReason.FAULT, blocks)
         self._faults += 1
         if self._faults >= FAULTS_BEFORE_PAUSE and isinstance(error, StorageError | NoSpaceError | DamagedError):
             self._paused_until = time.monotonic() + PAUSE_S
             self._events.emit(Notice("nvme read-only", f"{error.problem}; tried again in {PAUSE_S:.0f} s"))
+
+
+def _slot(move: Move) -> tuple[SlotRef, int]:
+    """Which content of which `ram` slot it moves."""
+    return move.entry.ref, move.entry.generation
+
+
+def _purged(move: Move, stones: Sequence[Tombstone]) -> bool:
+    """Whether its block was explicitly evicted since it was saved."""
+    return any(stone.epoch > move.entry.epoch and stone.names(move.record.root, move.name.key) for stone in stones)

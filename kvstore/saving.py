@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from kvstore.copying import CopyThreads, Job, ended, wait_all
 from kvstore.devices import DeviceSaver
-from kvstore.errors import CONTAINED, BusyError, StorageError
-from kvstore.events import Events, Fault, Skipped
+from kvstore.errors import CONTAINED, BusyError, KVStoreError, StorageError
+from kvstore.events import Events, Fault, Skipped, SkipReason
 from kvstore.events import Saved as SavedEvent
 from kvstore.header import HEADER_BYTES, pack_header, payload_checksum, payload_hash, slot_bytes
 from kvstore.identity import Chain
@@ -44,7 +44,7 @@ FIRST_BATCH, BATCH = 64, 128
 class Saving:
     """What a save did, in blocks (parts of blocks where a layout has several).
 
-    known: the store had them. new: now readable in `ram`. skipped: no room, quota, lock or purge.
+    known: the store had them. new: now readable in `ram`. skipped: see `kvstore.events.SkipReason`.
     """
 
     new_blocks: int
@@ -126,10 +126,9 @@ class Saver:
         try:
             self._save(job, names, tally)
         except CONTAINED as error:
-            tally.skipped = len(names) - tally.new - tally.known
-            reason = "busy" if isinstance(error, BusyError) else "fault"
-            self._events.emit(Skipped(self._ram.name, reason, tally.skipped))
-            self._events.emit(Fault(self._ram.name, "save", error.problem))
+            rest = len(names) - tally.new - tally.known - tally.skipped
+            tally.skipped += rest
+            self.failed(error, rest)
         finally:
             if tally.moves:
                 self._submit(tally.moves)
@@ -137,6 +136,13 @@ class Saver:
         if tally.new:
             self._events.emit(SavedEvent(self._ram.name, tally.new, tally.bytes, seconds, job.space.root))
         return Saving(tally.new, tally.known, tally.skipped, tally.bytes, seconds)
+
+    def failed(self, error: KVStoreError, blocks: int) -> None:
+        """Tell of blocks that an error of the store's keeps from being saved."""
+        reason = SkipReason.BUSY if isinstance(error, BusyError) else SkipReason.FAULT
+        if blocks:
+            self._events.emit(Skipped(self._ram.name, reason, blocks))
+        self._events.emit(Fault(self._ram.name, "save", error.problem))
 
     def _save(self, job: SaveJob, names: Sequence[BlockName], tally: _Tally) -> None:
         """Reserve the next batch and publish the last one while this one is copied."""
@@ -149,15 +155,14 @@ class Saver:
                 offered += len(batch)
                 reserved = self._ram.reserve(batch, home, job.slot_bytes, job.epoch, self._timeout, now=job.now)
                 under_way.append(_Fill(reserved.placed))
-                self._fill(under_way[-1], job)
+                self._fill(under_way[-1], job, tally)
                 tally.known += len(reserved.known)
-                tally.skipped += reserved.writing
+                self._skip(SkipReason.WRITING, reserved.writing, tally)
                 if len(under_way) > 1:
                     self._finish(under_way, job, tally)
                 if reserved.left:
-                    left = len(reserved.left) + len(wanted) - offered
-                    tally.skipped += left
-                    self._events.emit(Skipped(self._ram.name, "quota" if reserved.over_quota else "full", left))
+                    reason = SkipReason.QUOTA if reserved.over_quota else SkipReason.FULL
+                    self._skip(reason, len(reserved.left) + len(wanted) - offered, tally)
                     break
             while under_way:
                 self._finish(under_way, job, tally)
@@ -171,8 +176,14 @@ class Saver:
         published = self._publish([(placed, fill.checksums[placed.ref]) for placed in fill.placed], job, tally)
         del under_way[0]
         tally.new += len(published)
-        tally.skipped += len(fill.placed) - len(published)
+        self._skip(SkipReason.PURGED, len(fill.placed) - len(published), tally)
         tally.bytes += sum(job.payload(placement.name.tokens) for placement in published)
+
+    def _skip(self, reason: SkipReason, blocks: int, tally: _Tally) -> None:
+        """Count blocks that are not saved, and tell of them."""
+        if blocks:
+            tally.skipped += blocks
+            self._events.emit(Skipped(self._ram.name, reason, blocks))
 
     def _give_up(self, under_way: Sequence[_Fill]) -> None:
         """After an error: give slots back, when nothing is written to them any more."""
@@ -189,7 +200,7 @@ class Saver:
 
     def _unknown(self, names: Sequence[BlockName], now: int, tally: _Tally) -> list[BlockName]:
         """Blocks that no tier has; those that one has are touched, and counted."""
-        rest = list(names)
+        rest, writing = list(names), 0
         for tier in (self._ram, self._nvme):
             if tier is None or not rest:
                 continue
@@ -201,16 +212,17 @@ class Saver:
                 elif entry.state is State.READY:
                     found.append((name, entry))
                 else:
-                    tally.skipped += 1
+                    writing += 1
             tier.touch([entry.ref for _, entry in found], [name.depth for name, _ in found], now)
             tally.known += len(found)
             rest = missing
+        self._skip(SkipReason.WRITING, writing, tally)
         return rest
 
-    def _fill(self, fill: _Fill, job: SaveJob) -> None:
+    def _fill(self, fill: _Fill, job: SaveJob, tally: _Tally) -> None:
         """Begin to gather payloads into slots, each with its header and checksum."""
         if job.buffer.device is not None:
-            self._fill_from_device(fill, job)
+            self._fill_from_device(fill, job, tally)
             return
         if not fill.placed:
             return
@@ -221,12 +233,13 @@ class Saver:
             fill.waiting.extend((gathering, at, placement) for at, placement in enumerate(row))
         self._threads.share(partial(self._gather, fill, job), len(fill.placed), fill.futures)
 
-    def _fill_from_device(self, fill: _Fill, job: SaveJob) -> None:
+    def _fill_from_device(self, fill: _Fill, job: SaveJob, tally: _Tally) -> None:
         """The same by way of `hbm`; blocks that find no staging there are given back at once."""
         assert self._device is not None
         size, block_tokens = job.slot_bytes, job.chain.block_tokens
         transfer, fill.placed, left = self._device.begin(fill.placed, job.buffer, block_tokens, size)
         self._ram.abandon(left)
+        tally.skipped += len(left)  # told as what `hbm` has no staging for
         self._threads.copy(partial(self._arrived, transfer, fill, job), fill.futures)
 
     def _arrived(self, transfer: Transfer, fill: _Fill, job: SaveJob) -> None:

@@ -152,7 +152,7 @@ class Store:
         try:
             epoch = core.purge.epoch()
         except KVStoreError as error:
-            core.events.emit(Fault("store", "save", error.problem))
+            core.saver.failed(error, len(linked) * len(parts))
             return Saving(0, 0, len(linked) * len(parts), 0, 0.0)
         now = boottime_ns()
         jobs = [SaveJob(space, linked, part, buffer, epoch, now) for part, buffer in parts.items()]
@@ -180,9 +180,11 @@ class Store:
         return self._require().prefetches.start(match, deadline_s)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until what was saved is on `nvme`.
+        """Wait until what this process saved is on `nvme`.
 
-        False when that took longer than ``timeout`` seconds, and at once while `nvme` is read-only after faults.
+        False when that took longer than ``timeout`` seconds, at once while `nvme` is read-only after faults, and when
+        blocks were given up since a flush last came to its end: `Skipped` events of `nvme` tell why. What was evicted
+        on purpose does not count, nor what another process is writing. A later True says nothing of what was given up.
         """
         core = self._require()
         return core.mover is None or core.mover.flush(timeout)

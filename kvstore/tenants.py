@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.events import EvictReason
 from kvstore.quotas import Quotas
 from kvstore.records import Entry, NamespaceRecord, Usage, slot_key
 from kvstore.slots import SlotRef
@@ -58,7 +59,7 @@ def trim(tier: SlottedTier, salt: bytes, limit: int, *, dry_run: bool = False) -
             return len(victims)
         if not victims:
             break
-        gone += tier.remove(victims, "quota")
+        gone += tier.remove(victims, EvictReason.QUOTA)
     return gone
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError
+from kvstore.events import EvictReason
 from kvstore.header import inspect_slot, slot_bytes
 from kvstore.kv import Bytes
 from kvstore.layout import Layout
@@ -73,7 +74,7 @@ def _payloads(tier: SlottedTier, report: Report, total: int, mend: bool, progres
         batch = entries[first : first + READ_SLOTS]
         bad = [item for item in batch if (why := _inspect(tier, layouts, *item, report)) is not None and why]
         if bad and mend:
-            report.repaired += tier.remove([(key, entry.key) for key, entry in bad], "corrupt")
+            report.repaired += tier.remove([(key, entry.key) for key, entry in bad], EvictReason.CORRUPT)
         report.checked += len(batch)
         if progress is not None:
             progress(report.checked, total)

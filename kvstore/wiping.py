@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvstore import scrubbing
+from kvstore.events import EvictReason
 from kvstore.kv import Bytes
 from kvstore.records import Entry, Segment, parse_slot_key
 from kvstore.scrubbing import WipeLog
@@ -151,7 +152,7 @@ class Wiper:
             else:
                 done.left += 1
                 return
-        if tier.remove(victim, "wipe"):
+        if tier.remove(victim, EvictReason.WIPE):
             self._segment(tier, segment, done)
 
     def _uncut(self, tier: SlottedTier, segment: Segment) -> int:

@@ -249,6 +249,13 @@ def kv_of(tokens: Sequence[int] | npt.NDArray[np.uint32], layout: Layout = LAYOU
     return np.ascontiguousarray(np.moveaxis(values, 3, 4))
 
 
+def came_to_rest(store: Store, seconds: float = 60) -> bool:
+    """Whether the mover came to an end, be it by giving up blocks; `Store.flush` is False then."""
+    store.flush(seconds)
+    mover = store._core.mover
+    return mover is None or mover.idle
+
+
 class StoreBench:
     """A small store whose `ram` lies in a directory of its own; reopened at will, with every event kept."""
 
@@ -309,8 +316,7 @@ class StoreBench:
 
     def settle(self) -> None:
         """Wait for the mover, and for what was queued for the indexes."""
-        done = self.store.flush(30)
-        assert done or self.store.stats().mover_paused, "the mover did not come to an end"
+        assert came_to_rest(self.store) or self.store.stats().mover_paused, "the mover did not come to an end"
         for tier in self.store._core.tiers:
             tier.index.write(lambda txn: None)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import DamagedError, KVStoreError, NoSpaceError, StorageError
-from kvstore.events import Evicted, Fault
+from kvstore.events import Evicted, EvictReason, Fault
 from kvstore.records import Entry
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, segments
@@ -134,7 +134,7 @@ class Grower:
             tier.events.emit(Fault(tier.name, "grow", error.problem))
             return False
         if growth.emptied:
-            tier.events.emit(Evicted(tier.name, "recut", growth.emptied))
+            tier.events.emit(Evicted(tier.name, EvictReason.RECUT, growth.emptied))
         finished = tier.index.submit(
             lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes, tier.limits)
         )

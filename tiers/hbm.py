@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from kvstore.errors import BudgetError, ClosedError, LayoutError, UnsupportedError
-from kvstore.events import Event, Events, Evicted, Fault, Notice
+from kvstore.events import Event, Events, Evicted, EvictReason, Fault, Notice
 from kvstore.kv import Bytes, KVBuffer
 from kvstore.tiers.arena import Arena, Entry
 from kvstore.tiers.batches import BATCH_BYTES, check_items
@@ -133,7 +133,7 @@ class HbmTier:
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget blocks that turned out to be wrong. Returns how many were resident."""
-        return self._drop("corrupt", lambda arena: arena.drop_keys(keys))
+        return self._drop(EvictReason.CORRUPT, lambda arena: arena.drop_keys(keys))
 
     def drop(self, keys: Sequence[bytes] | None = None, root: bytes | None = None, everything: bool = False) -> int:
         """Forget blocks by key, by root, or all. Returns how many were resident."""
@@ -144,7 +144,7 @@ class HbmTier:
                 dropped += arena.drop(lambda entry: everything or entry.root == root)
             return dropped
 
-        return self._drop("evict", forget)
+        return self._drop(EvictReason.EVICT, forget)
 
     def stats(self) -> DeviceStats:
         """State and counters."""
@@ -247,7 +247,7 @@ class HbmTier:
             self._calls.add(id(flight))
             if plan.evicted:
                 self._counts["evicted"] += plan.evicted
-                self._news.append(Evicted(NAME, "lru", plan.evicted))
+                self._news.append(Evicted(NAME, EvictReason.LRU, plan.evicted))
         try:
             yield flight
         except BaseException:
@@ -307,7 +307,7 @@ class HbmTier:
                     Notice(NAME, f"a block takes {cut.stride} bytes, the budget is {self.budget}: raise it")
                 )
             if self._arena.resident:
-                self._news.append(Evicted(NAME, "recut", self._arena.resident))
+                self._news.append(Evicted(NAME, EvictReason.RECUT, self._arena.resident))
             self._counts["recuts"] += self._cut != _UNCUT
             self._arena, self._cut = Arena(slots), cut
         return self._arena
@@ -329,7 +329,7 @@ class HbmTier:
             self._flights.remove(flight)
             self._arena.release(entries)
 
-    def _drop(self, reason: str, forget: Callable[[Arena], int]) -> int:
+    def _drop(self, reason: EvictReason, forget: Callable[[Arena], int]) -> int:
         with self._state:
             self._refresh()
             dropped = forget(self._arena)

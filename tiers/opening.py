@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from kvstore.errors import BudgetError, DamagedError, FormatError, PathError
-from kvstore.events import Events, Evicted, Notice
+from kvstore.events import Events, Evicted, EvictReason, Notice
 from kvstore.host import free_bytes
 from kvstore.index import Index
 from kvstore.records import Segment
@@ -304,5 +304,5 @@ def shrink(tier: SlottedTier) -> int:
         coldest = min(known, key=lambda segment: _warmth(tier, segment))
         gone += integrity.drop_segments(tier, {coldest.number})
     if gone:
-        tier.events.emit(Evicted(tier.name, "shrink", gone))
+        tier.events.emit(Evicted(tier.name, EvictReason.SHRINK, gone))
     return gone

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import DamagedError, KVStoreError
-from kvstore.events import Events, Evicted
+from kvstore.events import Events, Evicted, EvictReason
 from kvstore.host import boottime_ns
 from kvstore.identity import Chain
 from kvstore.index import Index
@@ -177,7 +177,7 @@ class SlottedTier:
             self.abandon(total.placed)  # of an earlier round: the caller never hears of them
             raise
         if total.evicted:
-            self.events.emit(Evicted(self.name, "lru", len(total.evicted)))
+            self.events.emit(Evicted(self.name, EvictReason.LRU, len(total.evicted)))
         return total
 
     def _reserve(
@@ -249,7 +249,12 @@ class SlottedTier:
     # ---------------------------------------------------------------- removing
 
     def remove(
-        self, victims: Sequence[tuple[bytes, bytes]], reason: str, timeout: float | None = None, *, doom: bool = False
+        self,
+        victims: Sequence[tuple[bytes, bytes]],
+        reason: EvictReason,
+        timeout: float | None = None,
+        *,
+        doom: bool = False,
     ) -> int:
         """Remove READY blocks, named by (index key, key); returns how many were there.
 
@@ -265,7 +270,7 @@ class SlottedTier:
             self._grower.room_was_made()
         return len(gone)
 
-    def discard(self, name: BlockName, entry: Entry, reason: str) -> None:
+    def discard(self, name: BlockName, entry: Entry, reason: EvictReason) -> None:
         """Remove one block that turned out bad, if it is still the one that was read. Never waits."""
 
         def work(txn: Transaction) -> list[Entry]:
@@ -285,7 +290,7 @@ class SlottedTier:
             if adopted is not None:
                 self._grower.make(segments.Growth(adopted, new=True), 0, None)
         if refs:
-            self.events.emit(Evicted(self.name, "dead owner", len(refs)))
+            self.events.emit(Evicted(self.name, EvictReason.DEAD_OWNER, len(refs)))
         return len(refs)
 
     # ---------------------------------------------------------------- numbers

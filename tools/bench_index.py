@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import KVStoreError, NoSpaceError
-from kvstore.events import Events
+from kvstore.events import Events, EvictReason
 from kvstore.host import boottime_ns, free_bytes
 from kvstore.identity import Chain, chain
 from kvstore.index import Index
@@ -130,7 +130,7 @@ class Books:
         """Seconds to reserve and publish one batch where there is room; it is removed afterwards."""
         names = block_names(self.conversation(BATCH), PART)
         seconds = timed(lambda: self.put(names))
-        self.tier.remove([(name.index_key, name.key) for name in names], "evict")
+        self.tier.remove([(name.index_key, name.key) for name in names], EvictReason.EVICT)
         return seconds
 
     def evict(self, victims: int) -> float:

@@ -116,7 +116,7 @@ class Subject:
         self.save()
         if not self.store.flush(FLUSH_S):
             raise KVStoreError(
-                "the mover did not finish", "the disk is too slow for this benchmark: use fewer --tokens"
+                "not all of it came to nvme", "the disk is too slow or too full for this benchmark: use fewer --tokens"
             )
         return time.perf_counter() - min(self.moves.begun)
 

@@ -101,7 +101,7 @@ class Bench:
         self._attached = attach(self.model, self._store, warm_tokens=self.tokens + ROOM)
 
     def detach(self) -> None:
-        """The plain model again; everything saved is on its medium, and the store stays open."""
+        """The plain model again; nothing saved waits for its medium any more, and the store stays open."""
         if self._attached is not None:
             self._attached.detach()
             self._attached = None

@@ -38,6 +38,8 @@ SKIPS = {
     "full": "no room: everything else is pinned, leased or newer",
     "quota": "the salt has a quota",
     "busy": "a lock could not be had in time, or too much waited",
+    "writing": "somebody else was writing the same",
+    "purged": "evicted by hand while it was being written",
     "queue full": "nvme is slower than what is saved; offered again when it is idle",
     "closing": "the process ended before it was written",
     "evicted before": "pushed out of ram before it was written",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import KVStoreError, LayoutError, NoSpaceError, NotFoundError
+from kvstore.events import EvictReason
 from kvstore.header import HEADER_BYTES, inspect_slot, slot_bytes
 from kvstore.kv import Bytes, Gathering, KVBuffer, Run, Told
 from kvstore.layout import LayerShape, Layout, Part
@@ -187,7 +188,7 @@ def _kept(store: Store, match: Match) -> int:
         entries = store._core.lowest.find([piece.name for piece in pieces])
         lost = [piece for piece, entry in zip(pieces, entries, strict=True) if entry is None]
         kept = min([kept, *(piece.start for piece in lost)])
-        store._core.ram.remove([(piece.name.index_key, piece.name.key) for piece in lost], "import")
+        store._core.ram.remove([(piece.name.index_key, piece.name.key) for piece in lost], EvictReason.IMPORT)
     return kept
 
 
@@ -199,7 +200,7 @@ def _leave_to_disk(store: Store, match: Match) -> None:
     for pieces in match.pieces.values():
         names = [piece.name for piece in pieces]
         held = [name for name, entry in zip(names, core.nvme.find(names), strict=True) if _is_ready(entry)]
-        core.ram.remove([(name.index_key, name.key) for name in held], "import")
+        core.ram.remove([(name.index_key, name.key) for name in held], EvictReason.IMPORT)
 
 
 def _is_ready(entry: Entry | None) -> bool:

@@ -208,8 +208,9 @@ def _prefill(attachment: Any, ids: Sequence[int]) -> None:
 
 
 def _settle(store: Store, space: Namespace, ids: Sequence[int], tier: str) -> None:
-    """Wait until it is on disk and, where wanted, in memory."""
-    store.flush(FLUSH_S)
+    """Wait until it is on disk and, where wanted, in memory. Raises KVStoreError when ``tier`` does not get all."""
+    if not store.flush(FLUSH_S) and tier == "nvme":
+        raise KVStoreError("not all of it was written to nvme", "`kvstore stats` tells why, under Not saved")
     if tier == "ram":
         store.prefetch(store.match(space, ids)).wait(FLUSH_S)
 

@@ -19,6 +19,8 @@ REMEDIES = {
     "full": "Unpin what is not needed, or raise the tier's budget.",
     "quota": "kvstore quota tells whose, and raises it.",
     "busy": "Another process keeps the index locked: kvstore doctor lists them.",
+    "writing": "Nothing to do: somebody else saves the same.",
+    "purged": "Nothing to do: it was evicted by hand meanwhile.",
     "queue full": "nvme is slower than what is saved: a larger mover_queue_bytes bridges peaks.",
     "closing": "Let the engine end by itself: it writes what waits.",
     "evicted before": "nvme is slower than what is saved: a larger ram budget keeps blocks until they are written.",

@@ -24,7 +24,7 @@ from kvstore.adapters.transformers.pool import Pool
 from kvstore.adapters.transformers.rows import ADAPTER, counts_from_zero, fill, left_pads, rows_of
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.adapters.transformers.stack import Stack
-from kvstore.events import Prefilled, Skipped
+from kvstore.events import Prefilled, Skipped, SkipReason
 from kvstore.gate import Gate
 from kvstore.identity import Tokens
 from kvstore.layout import Layout
@@ -111,7 +111,7 @@ class Run:
         if ids is None or given is None or given is not self.cache:
             return
         if given.get_seq_length() != self.columns + ids.shape[1]:
-            self._stop("mismatch")
+            self._stop(SkipReason.MISMATCH)
             return
         self._seen.append(ids)
         self.columns += ids.shape[1]
@@ -189,7 +189,7 @@ class Run:
         """A later chunk of the prompt, or a token of the answer."""
         self._staged = ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            self._stop("mismatch")
+            self._stop(SkipReason.MISMATCH)
             return None
         skip = min(self.loaded, self.columns + ids.shape[1] - 1) - self.columns
         if skip <= 0 or self.cache is None or self.cache.get_seq_length() != self.columns:
@@ -212,7 +212,7 @@ class Run:
         if sequences is not None:
             shared = min(shared, sequences.shape[1])
             if not torch.equal(sequences[:, :shared].to(ids.device), ids[:, :shared]):
-                self._stop("mismatch")
+                self._stop(SkipReason.MISMATCH)
                 return []
         rows = rows_of(ids[:, :shared], self.pads)
         return [self._until_end(row, pad) for row, pad in zip(rows.tokens, rows.pads, strict=True)]
@@ -228,7 +228,7 @@ class Run:
         if not self.saving or not tokens:
             return
         if stack is None or not ground.model_layout.unchanged(ground.present.stamp):
-            self._stop("changed")
+            self._stop(SkipReason.CHANGED)
             return
         distinct = {row.tobytes(): (row, stack.row(ground.layout, i, self.pads[i])) for i, row in enumerate(tokens)}
         blocks = sum(-(-len(row) // ground.layout.block_tokens) for row, _ in distinct.values())
@@ -242,7 +242,7 @@ class Run:
         if future is not None:
             self._futures.append(future)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: SkipReason) -> None:
         if self.saving:
             blocks = -(-max(self.columns, 1) // self.ground.layout.block_tokens)
             self.ground.store.events.emit(Skipped("ram", reason, blocks))

@@ -14,7 +14,7 @@ from functools import partial
 from threading import Lock
 
 from kvstore.copying import Job
-from kvstore.events import Events, Fault, Skipped
+from kvstore.events import Events, Fault, Skipped, SkipReason
 
 PENDING = 8
 """Saves that may wait. Each holds a request's buffer, so they bound memory."""
@@ -44,7 +44,7 @@ class Saver:
             if room:
                 self._waiting.add(job)
         if not room:
-            self._events.emit(Skipped("ram", "busy", blocks))
+            self._events.emit(Skipped("ram", SkipReason.BUSY, blocks))
             return None
         job.add_done_callback(self._done)
         job.begin(self._worker)

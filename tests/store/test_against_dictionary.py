@@ -190,8 +190,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        """All is moved, unless the mover waits after faults of a medium, also of one that has been healed since."""
-        assert self.kv.flush(60) or (self.faults and self.kv.stats().mover_paused)
+        """All is moved or given up, unless the mover waits after faults of a medium, also of one healed since."""
+        if not self.kv.flush(60):
+            assert self.unmoved, "nothing was given up"
+            assert not self.kv.stats().mover_blocks or (self.faults and self.kv.stats().mover_paused)
 
     # ---------------------------------------------------------------- pins and quotas
 

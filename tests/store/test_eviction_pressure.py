@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from children import Child
 from known_kv import NARROW, PLAIN, SPEAKERS, Speaker, load, save
+from stores import came_to_rest
 
 from kvstore.errors import SettingsError
 from kvstore.events import Cause
@@ -67,7 +68,7 @@ def test_pins_survive_restarts_and_eviction_in_both_tiers(reopen: Reopen, memory
     for seed in range(4):
         for tokens in fresh(seed):
             save(store, TWO[0], tokens)
-        assert store.flush(60)
+        assert came_to_rest(store)
     assert store.match(store.namespace(PLAIN), pinned).by_tier == {"ram": 200}
     store.evict(everything=True, tier="ram")
     got, wrong = load(store, TWO[0], pinned)
@@ -83,7 +84,7 @@ def test_a_quota_holds_one_salt_and_leaves_the_others_alone(reopen: Reopen) -> N
         save(store, held, tokens)
     for tokens in fresh(2, 4):
         assert save(store, free, tokens).skipped_blocks == 0
-    assert store.flush(60)
+    assert came_to_rest(store)
     use = {one.record.salt: one.by_tier for one in store.namespaces()}
     bytes_of = {speaker.salt: use[store.namespace(PLAIN, salt=speaker.salt).record.salt] for speaker in (held, free)}
     assert 0 < bytes_of["held"]["ram"].size <= 10 * 12288

@@ -60,6 +60,7 @@ def test_what_the_full_queue_dropped_is_found_again_and_moved(tmp_path: Path, me
         store.events.subscribe(told.append)
         tokens = save(store, store.namespace(LAYOUT), 1, 60)
         assert any(isinstance(event, Skipped) and event.reason == "queue full" for event in told)
+        assert store.flush(30) is False
         deadline = time.monotonic() + 30
         while dirty_moves(store._core.ram, 1) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -104,7 +105,8 @@ def test_what_a_quota_keeps_out_of_nvme_is_not_offered_again(tmp_path: Path, mem
         store.set_quota("tenant", nvme=10 * 12288)
         store.events.subscribe(told.append)
         save(store, store.namespace(LAYOUT, salt="tenant"), 2, 30)
-        assert store.flush(10)
+        assert store.flush(30) is False
+        assert store.flush(30) is True, "it was told, and nothing was submitted since"
         deadline = time.monotonic() + 10
         while dirty_moves(store._core.ram, 100) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -162,7 +164,7 @@ def test_a_batch_that_fails_costs_those_reserved_with_it_nothing(tmp_path: Path,
     with open_store(tmp_path, memory, mover_batch_bytes="64KiB", wrap=broken) as store:
         store.events.subscribe(told.append)
         tokens = save(store, store.namespace(LAYOUT), 1, 20)  # four batches of five, by one reservation
-        assert store.flush(30)
+        assert store.flush(30) is False
         assert sum(event.blocks for event in told if isinstance(event, Moved)) == 15
         assert [event.blocks for event in told if isinstance(event, Skipped) and event.reason == "fault"] == [5]
         assert store.verify().problems == []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from children import Child
 from known_kv import SPEAKERS, Speaker, load, save
+from stores import came_to_rest
 
 from kvstore.errors import BusyError, ClosedError
 from kvstore.kv import Bytes
@@ -157,12 +158,12 @@ def test_a_short_block_leaves_nothing_of_what_its_slot_held_before(reopen: Opene
     store = reopen()
     for seed in range(16):
         save(store, SECRET, secret(seed, 160))
-    assert store.flush(60)
+    assert came_to_rest(store)
     search = Search(*places, *(secret(seed, 160) for seed in range(16)))
     store.evict(salt=SECRET.salt)
     for seed in range(60):
         save(store, OTHER, plain(seed, 3))
-    assert store.flush(60)
+    assert came_to_rest(store)
     store.wipe()
     assert search() == []
     assert load(store, OTHER, plain(59, 3))[0].tokens == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
-from kvstore.events import Cause, Skipped
+from kvstore.events import Cause, Skipped, SkipReason
 from kvstore.kv import HostKV
 from kvstore.tools import standing
 from kvstore.tools.cli import app
@@ -55,11 +54,7 @@ def test_stats_says_why_tokens_missed(made: Any) -> None:
 
 def test_every_cause_and_reason_is_explained() -> None:
     assert set(CAUSES) == {cause.value for cause in Cause}
-    tree = Path(__file__).resolve().parents[2]
-    code = "\n".join(file.read_text() for folder in ("kvstore", "adapters") for file in (tree / folder).rglob("*.py"))
-    told = set(re.findall(r"Skipped\([^()]*?(?:\([^()]*\))?[^()]*?, \"([a-z ]+)\",", code))
-    assert told <= set(SKIPS)
-    assert len(told) > 4
+    assert set(SKIPS) == {reason.value for reason in SkipReason}
 
 
 @pytest.mark.parametrize("words", [["ls", "first"], ["evict", "--all", "--dry-run"], ["show", "40,100"]])
