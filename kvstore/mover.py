@@ -228,6 +228,9 @@ class Mover:
         began = time.perf_counter()
         first = moves[0]
         space = self._nvme.space(first.record)
+        self._drop_gone(moves)  # before room is made for them at the cost of what is there
+        if not moves:
+            return
         named = {move.name.index_key: move for move in moves}
         moves[:] = named.values()  # of one that was pushed out and saved again, the last alone
         epoch = min(move.entry.epoch for move in moves)
@@ -277,11 +280,23 @@ class Mover:
             self._events.emit(Moved(self._ram.name, self._nvme.name, len(moved), size, seconds, root))
         if len(moved) < len(placed):
             written = {placement.ref for placement, _ in done}
-            gone = [move for placement, move in batch.pairs if placement.ref not in written]
-            purged = sum(_purged(move, stones) for move in gone)
-            self._tell(SkipReason.PURGED, len(done) - len(published) + purged)
-            self._give_up(SkipReason.EVICTED_BEFORE, len(gone) - purged)
+            self._tell(SkipReason.PURGED, len(done) - len(published))
+            self._tell_gone([move for placement, move in batch.pairs if placement.ref not in written], stones)
         self._finished = time.perf_counter()
+
+    def _drop_gone(self, moves: list[Move]) -> None:
+        """Leave in ``moves`` those whose blocks are still in `ram`, and tell of the others."""
+        live = self._ram.unchanged([move.entry for move in moves])
+        if not all(live):
+            gone = [move for move, same in zip(moves, live, strict=True) if not same]
+            moves[:] = [move for move, same in zip(moves, live, strict=True) if same]
+            self._tell_gone(gone, self._purge.newer(min(move.entry.epoch for move in gone)))
+
+    def _tell_gone(self, gone: Sequence[Move], stones: Sequence[Tombstone]) -> None:
+        """Of blocks that left `ram` before they were written: evicted on purpose, or too early."""
+        purged = sum(_purged(move, stones) for move in gone)
+        self._tell(SkipReason.PURGED, purged)
+        self._give_up(SkipReason.EVICTED_BEFORE, len(gone) - purged)
 
     def _give_back(self, pairs: Sequence[tuple[Placement, Move]]) -> None:
         """Of blocks that are not written since the store closes: their slots."""

@@ -203,3 +203,25 @@ def test_what_waits_twice_is_moved_once_and_told_once(reopen: Reopen, monkeypatc
     assert save(store, ME, LONG[: 20 * 16].tolist()).new_blocks == 20
     assert store.flush(60) is True
     assert (told.moved, told.moving) == (20, {})
+
+
+def test_what_left_ram_before_its_turn_pushes_nothing_out_of_nvme(
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = reopen(ram="4MiB")
+    store.set_quota("a", nvme=20 * SLOT)
+    assert save(store, ME, LONG[: 20 * 16].tolist()).new_blocks == 20
+    assert store.flush(60) is True
+    nvme, told = store._core.nvme, Told(store)
+    assert nvme is not None
+    space = nvme.space
+
+    def late(record: Any) -> Any:
+        pushed_out_of_ram_meanwhile(store)
+        return space(record)
+
+    monkeypatch.setattr(nvme, "space", late)
+    assert save(store, ME, LONG[40 * 16 : 60 * 16].tolist()).new_blocks == 20
+    assert store.flush(60) is False
+    assert told.moving == {SkipReason.EVICTED_BEFORE: 20}
+    assert store.match(store.namespace(PLAIN, salt="a"), LONG).by_tier == {"nvme": 20 * 16}
