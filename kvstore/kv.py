@@ -73,6 +73,9 @@ class KVBuffer(Protocol):
     def device(self) -> str | None:
         """None for host memory."""
 
+    def fits(self, layout: Layout, group: int) -> bool:
+        """Whether its payloads are those of a layout's group. A save or a load of another one is refused."""
+
     def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into the run's payloads."""
 
@@ -120,8 +123,9 @@ class HostKV:
     copied as raw bytes, so an array of any dtype of the layout's item size will do (bfloat16 as uint16).
     """
 
-    def __init__(self, layout: Layout, planes: Sequence[_Plane], capacity: int) -> None:
+    def __init__(self, layout: Layout, planes: Sequence[_Plane], capacity: int, group: int = 0) -> None:
         self.layout = layout
+        self.group = group
         self._planes = tuple(planes)
         self._cuts = _cuts(self._planes, STRETCH_BYTES // (layout.itemsize * layout.block_tokens))
         self._capacity = capacity
@@ -136,6 +140,10 @@ class HostKV:
         """Host memory: None."""
         return None
 
+    def fits(self, layout: Layout, group: int) -> bool:
+        """Whether its arrays are those of a layout's group."""
+        return self.layout.alike(self.group, layout, group)
+
     @classmethod
     def stacked(cls, layout: Layout, array: Array, group: int = 0) -> HostKV:
         """Over one array ``[layers, 2, heads, tokens, dim]``: layers all alike, K and V with the same dim.
@@ -147,7 +155,7 @@ class HostKV:
             raise LayoutError("K and V have different dims", "use HostKV.paired or HostKV.layered")
         heads, dim = shape.heads, shape.k_dim
         raw = _raw(array, layout.itemsize, (len(layout.groups[group]), 2, heads, -1, dim), "stacked KV")
-        return cls(layout, [_Plane(raw, 0, (2 * heads * dim, heads * dim, dim))], raw.shape[3])
+        return cls(layout, [_Plane(raw, 0, (2 * heads * dim, heads * dim, dim))], raw.shape[3], group)
 
     @classmethod
     def paired(cls, layout: Layout, keys: Array, values: Array, group: int = 0) -> HostKV:
@@ -163,7 +171,7 @@ class HostKV:
             _Plane(raw_k, 0, (shape.elements, shape.k_dim)),
             _Plane(raw_v, heads * shape.k_dim, (shape.elements, shape.v_dim)),
         ]
-        return cls(layout, planes, min(raw_k.shape[2], raw_v.shape[2]))
+        return cls(layout, planes, min(raw_k.shape[2], raw_v.shape[2]), group)
 
     @classmethod
     def layered(cls, layout: Layout, layers: Sequence[tuple[Array, Array]], group: int = 0) -> HostKV:
@@ -181,7 +189,7 @@ class HostKV:
                 raw = _raw(array, layout.itemsize, (shape.heads, -1, dim), f"{name} of layer {index}")
                 planes.append(_Plane(raw, base, (dim,)))
                 base += shape.heads * dim
-        return cls(layout, planes, min(plane.array.shape[-2] for plane in planes))
+        return cls(layout, planes, min(plane.array.shape[-2] for plane in planes), group)
 
     def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""

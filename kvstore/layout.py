@@ -73,6 +73,13 @@ class Layout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"unknown dtype {self.dtype!r}", f"use one of {', '.join(sorted(DTYPE_BYTES))}")
+        for name, value in self.traits:
+            if type(name) is not str or type(value) is not str:
+                raise LayoutError(f"trait {name!r} is {value!r}, which is not text", "give names and values as str")
+        shapes = {shape for group in self.groups for shape in group}
+        sizes = [size for shape in shapes for size in (shape.heads, shape.k_dim, shape.v_dim)]
+        if any(type(size) is not int for size in (self.block_tokens, self.shards, *sizes)):
+            raise LayoutError("a size in this layout is not an int", "give heads, dims, block_tokens and shards as int")
         if self.block_tokens < 1 or self.block_tokens > 4096:
             raise LayoutError(f"block_tokens is {self.block_tokens}", "use a number in 1…4096, or leave it out")
         if not 1 <= self.shards <= 0xFFFF:
@@ -112,6 +119,10 @@ class Layout:
     def itemsize(self) -> int:
         """Bytes an element."""
         return DTYPE_BYTES[self.dtype]
+
+    def alike(self, group: int, other: Layout, other_group: int) -> bool:
+        """Whether payloads of two groups are cut alike: the same layers, heads, dims, and bytes an element."""
+        return self.itemsize == other.itemsize and self.groups[group] == other.groups[other_group]
 
     def parts(self) -> Iterator[Part]:
         """Every part a hit needs, in order."""

@@ -74,13 +74,19 @@ class Lease:
 def parts_of(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
     """The buffer of each part. Raises LayoutError for parts that the layout has not, or has not been given."""
     wanted = list(layout.parts())
-    if isinstance(buffers, Mapping):
-        if not buffers or not set(buffers) <= set(wanted):
-            raise LayoutError(f"buffers for {sorted(buffers)}, the layout has {wanted}", "pass one buffer a part")
-        return {part: buffers[part] for part in wanted if part in buffers}
-    if len(wanted) > 1:
-        raise LayoutError(f"one buffer for {len(wanted)} parts", "pass a mapping of parts to buffers")
-    return {wanted[0]: buffers}
+    if not isinstance(buffers, Mapping):
+        if len(wanted) > 1:
+            raise LayoutError(f"one buffer for {len(wanted)} parts", "pass a mapping of parts to buffers")
+        buffers = {wanted[0]: buffers}
+    elif not buffers or not set(buffers) <= set(wanted):
+        raise LayoutError(f"buffers for {sorted(buffers)}, the layout has {wanted}", "pass one buffer a part")
+    for part, buffer in buffers.items():
+        if not buffer.fits(layout, part.group):
+            raise LayoutError(
+                f"the buffer of {part} has other layers, heads, dims or bytes an element than the namespace's layout",
+                "make the buffer with the layout that the namespace was made with",
+            )
+    return {part: buffers[part] for part in wanted if part in buffers}
 
 
 def refuse_large_blocks(core: Core, layout: Layout) -> None:

@@ -110,7 +110,7 @@ class Store:
         some of the layout's parts loads these alone: a rank passes its own shard. Never raises for a block that cannot
         be had: the prefix ends there. To be called for an empty match too, so that misses are counted. counted: False
         where nobody asked, as for `kvstore warm`: no hit and no miss is told. Raises LayoutError when the buffer has no
-        room, UnsupportedError when it is on another device than `device`.
+        room or is of another layout, UnsupportedError when it is on another device than `device`.
         """
         core = self._require()
         parts = parts_of(match.space.layout, buffers)

@@ -47,6 +47,25 @@ def test_the_order_of_traits_does_not_matter(one: Layout, random: object) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
+        {"traits": (("rope_theta", 10000.0),)},
+        {"traits": ((7, "seven"),)},
+        {"traits": (("rope", None),)},
+        {"block_tokens": 16.0},
+        {"block_tokens": True},
+        {"shards": 1.0},
+        {"groups": ((LayerShape(2.0, 8, 8),),)},
+        {"groups": ((LayerShape(2, 8, 8), LayerShape(2, 8, True)),)},
+    ],
+)
+def test_what_its_text_would_not_tell_again_is_refused(changes: dict[str, object]) -> None:
+    """A store keeps a layout as text, and must be able to read it back: for every namespace, or none is listed."""
+    with pytest.raises(LayoutError, match=r"not text|not an int"):
+        layout(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"dtype": "float16"},
         {"groups": ((LayerShape(2, 8, 8),) * 4,)},
         {"groups": ((LayerShape(2, 8, 9),) * 3,)},

@@ -88,6 +88,10 @@ class DeviceKV:
         """Such as ``cuda:0`` or ``cpu``."""
         return str(self._device)
 
+    def fits(self, layout: Layout, group: int) -> bool:
+        """Whether its tensors are those of a layout's group."""
+        return self.layout.alike(self.group, layout, group)
+
     @classmethod
     def stacked(cls, layout: Layout, tensor: torch.Tensor, group: int = 0) -> DeviceKV:
         """Over one tensor ``[layers, 2, heads, tokens, dim]``: layers all alike, K and V with the same dim.

@@ -130,6 +130,10 @@ class BundleKV:
         """Host memory: None."""
         return None
 
+    def fits(self, layout: Layout, group: int) -> bool:
+        """Whether the export's payloads are those of a layout's group."""
+        return self._bundle.layout.alike(self._part.group, layout, group)
+
     def gather(self, start: int, run: Run) -> None:
         """Copy payloads out of the file, verified. A last block that is saved shorter than it is stored is cut."""
         gather = self.gathering(start, run)

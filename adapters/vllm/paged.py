@@ -83,6 +83,14 @@ class PagedKV:
         """Host memory: None."""
         return None
 
+    def fits(self, layout: Layout, group: int) -> bool:
+        """Whether its pages are those of a layout's group."""
+        wanted = [(shape.heads, dim) for shape in layout.groups[group] for dim in (shape.k_dim, shape.v_dim)]
+        arrays = [plane.array for plane in self._planes]
+        return wanted == [(array.shape[1], array.shape[3]) for array in arrays] and all(
+            array.dtype.itemsize == layout.itemsize for array in arrays
+        )
+
     def gather(self, start: int, run: Run) -> None:
         """Copy tokens from ``start`` on into the run's payloads. Raises LayoutError past the capacity."""
         self._gather(start, run)

@@ -19,6 +19,7 @@ from kvstore import loading, saving
 from kvstore.copying import CopyThreads, Job, wait_all
 from kvstore.errors import BusyError, LayoutError
 from kvstore.kv import Bytes, Gathering, Run, Told
+from kvstore.layout import Layout
 from kvstore.store import Store
 from kvstore.tiers import medium, reservation, segments
 from kvstore.tiers.medium import Medium
@@ -162,6 +163,9 @@ class Failing:
     """A buffer whose first block cannot be read, while the next is being read. ready: when it may be interrupted."""
 
     capacity, device = 1 << 20, None
+
+    def fits(self, layout: Layout, group: int) -> bool:
+        return True
 
     def __init__(self, ctrl_c: CtrlC) -> None:
         self._ctrl_c = ctrl_c
