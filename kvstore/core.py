@@ -16,7 +16,7 @@ from kvstore.copying import CopyThreads
 from kvstore.devices import DeviceLoader, DeviceSaver
 from kvstore.errors import ClosedError, KVStoreError, UnsupportedError
 from kvstore.events import Counters, Events, Fault, Observer
-from kvstore.eviction import Eviction, Target
+from kvstore.eviction import Eviction, Target, applied
 from kvstore.keeper import Keeper, shared_counters
 from kvstore.kv import KVBuffer
 from kvstore.loading import Loader
@@ -24,6 +24,7 @@ from kvstore.match import Match
 from kvstore.mover import Move, Mover
 from kvstore.owners import survey
 from kvstore.prefetch import Prefetches
+from kvstore.purge import reaching
 from kvstore.rescan import dirty_moves
 from kvstore.saving import Saver
 from kvstore.settings import Settings
@@ -176,10 +177,15 @@ class Core:
         """Owners that may be writing: this process and the others that live."""
         return {self.owner.id, *survey(self.settings.path / superblock.OWNERS, self.owner.id)[0]}
 
+    def applied(self) -> int:
+        """The newest tombstone up to which all were applied in every tier: they name nothing that is found there."""
+        return min(self.purge.epoch(), *(applied(tier) for tier in self.tiers))
+
     def purged(self, match: Match) -> bool:
         """Whether a block of the match was explicitly evicted since it was matched."""
-        stones = self.purge.newer(match.epoch)
-        keys = [piece.name.key for pieces in match.pieces.values() for piece in pieces]
+        names = [piece.name for pieces in match.pieces.values() for piece in pieces]
+        stones = reaching(self.purge.newer(match.epoch), match.space.record, match.chain, names)
+        keys = [name.key for name in names]
         return any(stone.names(match.space.root, key) for stone in stones for key in keys)
 
     def evict(self, target: Target, tier: str | None, *, dry_run: bool, names: bool = False) -> dict[str, int]:

@@ -94,6 +94,11 @@ class Target:
     larger: int | None = None
     keys: frozenset[bytes] | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether it goes by namespaces."""
+        return self.everything or self.root is not None or self.salt is not None
+
     def takes(self, record: NamespaceRecord) -> bool:
         """Whether it names a namespace as a whole."""
         return self.everything or self.root == record.root or (self.salt is not None and self.salt == record.salt)
@@ -121,7 +126,12 @@ class Eviction:
         buried: list[range] = []
         if tier is None:
             buried = self._bury(target, victims)
+            named = _keys(victims)
             victims = {one.name: self._victims(one, target) for one in chosen}
+            late = _keys(victims) - named
+            if late and not target.whole:  # saved in between: it may be on its way to a tier that was looked at
+                buried.append(self._log.add(keys=tuple(sorted(late))))
+                victims = {one.name: self._victims(one, target) for one in chosen}
         counts = {one.name: one.remove(victims[one.name], EvictReason.EVICT, doom=True) for one in chosen}
         for one in chosen if buried else ():
             _mark(one, buried)
@@ -151,10 +161,17 @@ class Eviction:
         if target.root is not None:
             return [self._log.add(root=target.root)]
         if target.salt is not None:
+            first = self._log.add(salt=target.salt)  # before it is asked which namespaces are there
             spaces = [record for one in self._tiers for _, record in _spaces(one)]
-            return [self._log.add(root=root) for root in {one.root for one in spaces if one.salt == target.salt}]
-        keys = {key for found in victims.values() for _, key in found}
-        return [self._log.add(keys=tuple(sorted(keys)))] if keys else []
+            roots = sorted({one.root for one in spaces if one.salt == target.salt})
+            return [first, *(self._log.add(root=root) for root in roots)]
+        keys = tuple(sorted(_keys(victims)))
+        if target.prefix is not None and target.prefix.tokens:
+            chain, tokens = target.prefix.chain, target.prefix.tokens
+            last = (tokens - 1) // chain.block_tokens
+            begun = chain.tokens[last * chain.block_tokens : tokens].astype(">u4").tobytes()
+            return [self._log.add(parent=chain.parent(last), tokens=begun, keys=keys)]
+        return [self._log.add(keys=keys)] if keys else []
 
     def _victims(self, tier: SlottedTier, target: Target) -> list[Victim]:
         if target.prefix is not None:
@@ -235,12 +252,16 @@ class Eviction:
 
 def behind(tier: SlottedTier, log: PurgeLog) -> int | None:
     """The newest tombstone up to which all were applied to a tier; None when it has nothing to catch up with."""
-    newest = log.epoch()
-    with tier.index.read() as txn:
-        applied = get_number(txn, APPLIED)
-    if applied == newest:
+    newest, done = log.epoch(), applied(tier)
+    if done == newest:
         return None
-    return applied if applied < newest else 0  # a log that was lost began anew
+    return done if done < newest else 0  # a log that was lost began anew
+
+
+def applied(tier: SlottedTier) -> int:
+    """The newest tombstone up to which all were applied to a tier."""
+    with tier.index.read() as txn:
+        return get_number(txn, APPLIED)
 
 
 def catch_up(tier: SlottedTier, log: PurgeLog) -> int:
@@ -253,30 +274,62 @@ def catch_up(tier: SlottedTier, log: PurgeLog) -> int:
         return 0
     newest = log.epoch()
     named = _Named(log.newer(since))
+    victims: dict[bytes, bytes] = {}
     with tier.index.read() as txn:
-        roots = {number: record.root for number, record in namespaces.listing(txn)}
-        entries = ((key, Entry.unpack(raw)) for key, raw in txn.scan(Database.BLOCKS))
-        victims = [(key, entry.key) for key, entry in entries if named(roots.get(entry.namespace, b""), entry)]
-    gone = tier.remove(victims, EvictReason.EVICT, doom=True)
+        spaces = dict(namespaces.listing(txn))
+        waiting: list[tuple[bytes, bytes, int]] = []
+        for index_key, raw in txn.scan(Database.BLOCKS):
+            entry = Entry.unpack(raw)
+            buried = named(spaces.get(entry.namespace), index_key, entry)
+            if entry.epoch < buried:
+                waiting.append((index_key, entry.key, buried))
+        while waiting:
+            index_key, key, buried = waiting.pop()
+            if index_key not in victims:
+                victims[index_key] = key
+                below = txn.scan(Database.BLOCKS, _family(index_key, key))
+                found = ((child, Entry.unpack(raw)) for child, raw in below)
+                waiting += [(child, entry.key, buried) for child, entry in found if entry.epoch < buried]
+    gone = tier.remove(list(victims.items()), EvictReason.EVICT, doom=True)
     tier.index.write(lambda txn: put_number(txn, APPLIED, newest))
     return gone
 
 
 class _Named:
-    """Which blocks some tombstones name, without a walk over the tombstones for each."""
+    """By which of some tombstones a block is named, 0 for none, without a walk over the tombstones for each."""
 
     def __init__(self, stones: Sequence[Tombstone]) -> None:
         self._everything = 0
         self._by_name: dict[bytes, int] = {}
-        for stone in stones:
+        self._by_salt: dict[bytes, int] = {}
+        self._by_parent: dict[bytes, list[Tombstone]] = {}
+        for stone in stones:  # the newest last
             if stone.everything:
-                self._everything = max(self._everything, stone.epoch)
-            for name in (stone.root, *stone.keys) if stone.root else stone.keys:
-                self._by_name[name] = max(self._by_name.get(name, 0), stone.epoch)
+                self._everything = stone.epoch
+            if stone.salt is not None:
+                self._by_salt[stone.salt] = stone.epoch
+            if stone.parent:
+                self._by_parent.setdefault(stone.parent[:_SHORT], []).append(stone)
+            self._by_name.update(dict.fromkeys((stone.root, *stone.keys) if stone.root else stone.keys, stone.epoch))
 
-    def __call__(self, root: bytes, entry: Entry) -> bool:
-        buried = max(self._everything, self._by_name.get(root, 0), self._by_name.get(entry.key, 0))
-        return entry.epoch < buried
+    def __call__(self, space: NamespaceRecord | None, index_key: bytes, entry: Entry) -> int:
+        buried = max(self._everything, self._by_name.get(entry.key, 0))
+        if space is not None:
+            buried = max(buried, self._by_name.get(space.root, 0), self._by_salt.get(space.salt, 0))
+        for stone in self._by_parent.get(index_key[_PARENT], ()):
+            if key_tokens(index_key, entry).startswith(stone.tokens):
+                buried = max(buried, stone.epoch)
+        return buried
+
+
+def _family(index_key: bytes, key: bytes) -> bytes:
+    """What the index keys of a block's children, of its own part, begin with."""
+    below = key_depth(index_key) + 1
+    return family_key(key if below % ANCESTOR_BLOCKS == 0 else index_key, below, key, key_part(index_key))
+
+
+def _keys(victims: Mapping[str, Sequence[Victim]]) -> set[bytes]:
+    return {key for found in victims.values() for _, key in found}
 
 
 def _mark(tier: SlottedTier, buried: Sequence[range]) -> None:

@@ -23,7 +23,7 @@ from kvstore.kv import Bytes, KVBuffer, Run
 from kvstore.layout import Layout, Part
 from kvstore.match import Match, Piece
 from kvstore.policy import CLEAN
-from kvstore.purge import PurgeLog
+from kvstore.purge import PurgeLog, reaching
 from kvstore.slots import join_runs
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
@@ -231,7 +231,8 @@ class _Promotion:
             ram.abandon(bad)
             published: list[Placement] = []
             try:
-                stones = loader._purge.newer(self._match.epoch)
+                match, names = self._match, (placement.name for placement, _ in good)
+                stones = reaching(loader._purge.newer(match.epoch), match.space.record, match.chain, names)
                 if good:
                     published = ram.publish(good, stones, loader._timeout, now=now, flags=CLEAN)
                 self._outcome.promoted = len(published)

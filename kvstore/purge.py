@@ -1,13 +1,19 @@
 """What was explicitly evicted: tombstones in the index of the lowest tier, numbered by the purge epoch.
 
 LRU eviction leaves no tombstone, since a key is its content. An explicit eviction must hold in every process: each
-load compares the epoch with the one it knows and first drops what newer tombstones name.
+load compares the epoch with the one it knows and first drops what newer tombstones name. What is on its way while
+blocks are evicted cannot be named block by block; whoever knows its chain takes all that follows a named block for
+named (`reaching`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from kvstore.identity import Chain
 from kvstore.index import Index
-from kvstore.records import Tombstone
+from kvstore.records import BlockName, NamespaceRecord, Tombstone, key_tokens
 from kvstore.transaction import PAGE, Database, Transaction, get_number, put_number
 
 EPOCH, FLOOR = b"purge epoch", b"purge floor"
@@ -40,25 +46,69 @@ class PurgeLog:
             start = (epoch + 1).to_bytes(8, "big")
             return [Tombstone.unpack(raw) for _, raw in txn.scan(Database.PURGE, start=start)]
 
-    def add(self, *, everything: bool = False, root: bytes = b"", keys: tuple[bytes, ...] = ()) -> range:
-        """Record an eviction; returns its epochs. It must be recorded before the blocks are removed."""
-        stones = (
-            [(everything, root, ())]
-            if everything or root
-            else [(False, b"", keys[at : at + KEYS_A_STONE]) for at in range(0, len(keys), KEYS_A_STONE)]
-        )
+    def add(
+        self,
+        *,
+        everything: bool = False,
+        root: bytes = b"",
+        keys: tuple[bytes, ...] = (),
+        parent: bytes = b"",
+        tokens: bytes = b"",
+        salt: bytes | None = None,
+    ) -> range:
+        """Record an eviction, named as in `Tombstone`; returns its epochs. It must be recorded before blocks go."""
+        stones = [Tombstone(0, keys=keys[at : at + KEYS_A_STONE]) for at in range(0, len(keys), KEYS_A_STONE)]
+        if everything or root or parent or salt is not None:
+            stones.insert(0, Tombstone(0, everything, root, (), parent, tokens, salt))
 
         def work(txn: Transaction) -> range:
             epoch = get_number(txn, EPOCH)
-            for all_of_it, of_root, named in stones:
+            for stone in stones:
                 epoch += 1
-                stone = Tombstone(epoch, all_of_it, of_root, tuple(named))
-                txn.put(Database.PURGE, epoch.to_bytes(8, "big"), stone.pack())
+                txn.put(Database.PURGE, epoch.to_bytes(8, "big"), replace(stone, epoch=epoch).pack())
             put_number(txn, EPOCH, epoch)
             _trim(txn, epoch, self._index.size // PAGE // INDEX_SHARE)
             return range(epoch - len(stones) + 1, epoch + 1)
 
         return self._index.write(work)
+
+
+def reaching(
+    stones: Sequence[Tombstone], space: NamespaceRecord, chain: Chain, names: Iterable[BlockName] = ()
+) -> list[Tombstone]:
+    """The tombstones, and one more that names all that follows what they name, in a chain or among ``names``.
+
+    names: blocks that continue the chain, wherever they leave it.
+    """
+    if not stones:
+        return []
+    cut = min(_reach(stone, space, chain) for stone in stones)
+    keys = dict.fromkeys(chain.keys[cut:])
+    for name in names:
+        if name.depth >= cut or any(_continues(stone, chain, name) for stone in stones):
+            keys[name.key] = None
+    return [*stones, Tombstone(max(stone.epoch for stone in stones), keys=tuple(keys))] if keys else list(stones)
+
+
+def _reach(stone: Tombstone, space: NamespaceRecord, chain: Chain) -> int:
+    """How many blocks of a chain come before the first that a tombstone names; one more than all where none is."""
+    if stone.everything or stone.root == chain.root or stone.salt == space.salt:
+        return 0
+    if stone.parent == chain.root or stone.parent in chain.keys:
+        depth = 0 if stone.parent == chain.root else chain.keys.index(stone.parent) + 1
+        return depth if _begin_alike(chain, depth, stone.tokens) else len(chain) + 1
+    named = frozenset(stone.keys)
+    return next((depth for depth, key in enumerate(chain.keys) if key in named), len(chain) + 1)
+
+
+def _begin_alike(chain: Chain, depth: int, tokens: bytes) -> bool:
+    return depth < len(chain) and chain.block(depth).astype(">u4").tobytes().startswith(tokens)
+
+
+def _continues(stone: Tombstone, chain: Chain, name: BlockName) -> bool:
+    """Whether a block that follows the chain begins with a tombstone's prefix."""
+    follows = stone.parent == chain.parent(name.depth)
+    return follows and key_tokens(name.index_key, name).startswith(stone.tokens)
 
 
 def _trim(txn: Transaction, epoch: int, most_pages: int) -> None:

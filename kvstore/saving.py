@@ -25,7 +25,7 @@ from kvstore.kv import Bytes, Gathering, KVBuffer
 from kvstore.layout import Part
 from kvstore.match import Namespace
 from kvstore.mover import Move
-from kvstore.purge import PurgeLog
+from kvstore.purge import PurgeLog, reaching
 from kvstore.records import BlockName, Entry, block_names
 from kvstore.slots import SlotRef
 from kvstore.states import State
@@ -275,7 +275,7 @@ class Saver:
     def _publish(self, done: Sequence[tuple[Placement, bytes]], job: SaveJob, tally: _Tally) -> list[Placement]:
         if not done:
             return []
-        stones = self._purge.newer(job.epoch)
+        stones = reaching(self._purge.newer(job.epoch), job.space.record, job.chain)
         published = self._ram.publish(done, stones, self._timeout, now=job.now)
         if self._device is not None and len(published) < len(done):
             kept = {placement.ref for placement in published}

@@ -89,7 +89,7 @@ class Store:
         most = len(ids) if limit is None else max(0, min(limit, len(ids)))
         began = time.perf_counter()
         try:
-            found = match_chain(core.tiers, space, linked, most, core.purge.epoch())
+            found = match_chain(core.tiers, space, linked, most, core.applied())
         except KVStoreError as error:
             core.events.emit(Fault("store", "match", error.problem))
             empty = dict.fromkeys(space.layout.parts(), ())

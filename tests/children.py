@@ -21,10 +21,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
-from known_kv import SPEAKERS, load, load_match, open_small, save
+from known_kv import SPEAKERS, Speaker, load, load_match, open_small, save
 
 from kvstore.errors import KVStoreError
 from kvstore.events import Event, Miss
+from kvstore.kv import Gathering, HostKV, Run
 from kvstore.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -282,6 +283,28 @@ def nurse() -> None:
         print(json.dumps(answer), flush=True)
 
 
+class SlowKV(HostKV):
+    """A source that says when it is read from a token on, and waits for a line."""
+
+    at: int
+    waited = False
+
+    def gathering(self, start: int, run: Run) -> Gathering:
+        if start >= self.at and not self.waited:
+            self.waited = True
+            print(json.dumps("reached"), flush=True)
+            sys.stdin.readline()
+        return super().gathering(start, run)
+
+
+def save_slowly(store: Store, speaker: Speaker, tokens: list[int], at: int) -> Any:
+    """Save, and wait at a token."""
+    source = SlowKV.layered(speaker.layout, speaker._layers(tokens, next(iter(speaker.layout.parts()))))
+    assert isinstance(source, SlowKV)
+    source.at = at
+    return store.save(store.namespace(speaker.layout, salt=speaker.salt), tokens, source)
+
+
 def main(path: Path, memory: Path, settings: dict[str, Any]) -> None:
     """Open, then do as told until the input ends."""
     if "nursery" in settings:
@@ -307,6 +330,8 @@ def main(path: Path, memory: Path, settings: dict[str, Any]) -> None:
             match verb:
                 case "save":
                     answer = save(store, speaker, tokens).new_blocks
+                case "save slowly":
+                    answer = save_slowly(store, speaker, tokens, given["at"]).new_blocks
                 case "load":
                     got, wrong = load(store, speaker, tokens)
                     answer = [got.tokens, wrong, got.stop]

@@ -85,10 +85,18 @@ names = st.builds(
     u64,
     u32,
 )
+
+
+def _raw_tokens(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "big") for token in tokens)
+
+
 tombstones = st.one_of(
     st.builds(Tombstone, u64, st.just(True)),
     st.builds(Tombstone, u64, st.just(False), digest),
     st.builds(Tombstone, u64, st.just(False), st.just(b""), st.lists(digest, max_size=4).map(tuple)),
+    st.builds(Tombstone, u64, parent=digest, tokens=st.lists(u32, min_size=1, max_size=4).map(_raw_tokens)),
+    st.builds(Tombstone, u64, salt=st.just(b"") | st.binary(min_size=16, max_size=16)),
 )
 
 
@@ -172,6 +180,8 @@ EXAMPLES: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "lease": (pack_lease(9, [SlotRun(1, 2, 3)]), unpack_lease),
     "usage": (Usage(1, 2).pack(), Usage.unpack),
     "tombstone": (Tombstone(1, keys=(b"k" * 32,)).pack(), Tombstone.unpack),
+    "tombstone of a prefix": (Tombstone(1, parent=b"k" * 32, tokens=b"t" * 8).pack(), Tombstone.unpack),
+    "tombstone of a salt": (Tombstone(1, salt=b"s" * 16).pack(), Tombstone.unpack),
     "slot key": (slot_key(SlotRef(1, 2)), parse_slot_key),
 }
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,6 +245,30 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
                 assert self._held(salt, tier) <= max(limit, self.held_before[salt, tier])
 
     # ---------------------------------------------------------------- what comes rarely
+
+    @precondition(lambda self: any(self.possible.values()))
+    @rule(at=st.integers(0, 2**16), cut=st.integers(1, 97), tail=st.lists(st.integers(0, 3), max_size=40))
+    def evict_beside_a_save(self, at: int, cut: int, tail: list[int]) -> None:
+        """A conversation is evicted while what continues it is saved: before it has slots, or when all is copied."""
+        known = sorted((SPEAKERS.index(who), one) for who, some in self.possible.items() for one in some)
+        speaker, one = SPEAKERS[known[at % len(known)][0]], known[at % len(known)][1]
+        plain = tuple(token for token in one if token < 1000)
+        tokens, gone = (*plain, *tail), plain[:cut]
+        if not gone:
+            return
+        ram, step = self.kv._core.ram, ("reserve", "publish")[at % 2]
+        real = getattr(ram, step)
+
+        def evicting(*given: Any, **named: Any) -> Any:
+            vars(ram).pop(step, None)
+            self.possible[speaker].add(tokens)
+            self.evict_prefix(speaker, gone)
+            return real(*given, **named)
+
+        setattr(ram, step, evicting)
+        self.kv.save(self.kv.namespace(speaker.layout, salt=speaker.salt), tokens, speaker.made(tokens))
+        if vars(ram).pop(step, None):  # all was known, or nothing could be had
+            self.possible[speaker].add(tokens)
 
     @precondition(lambda self: any(self.possible.values()))
     @rule(

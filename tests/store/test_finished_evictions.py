@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_a_private_ram_forgets_what_was_evicted_elsewhere(tmp_path: Path, memori
         assert store.verify().problems == []
 
 
-@pytest.mark.parametrize("what", ["everything", "root", "keys"])
+@pytest.mark.parametrize("what", ["everything", "root", "keys", "first key", "prefix", "short prefix", "salt"])
 def test_an_eviction_whose_process_died_is_finished_at_the_next_open(
     tmp_path: Path, memories: tuple[Path, Path], what: str
 ) -> None:
@@ -59,10 +60,20 @@ def test_an_eviction_whose_process_died_is_finished_at_the_next_open(
         space = store.namespace(LAYOUT)
         keys = tuple(piece.name.key for piece in store.match(space, TOKENS).pieces[next(iter(LAYOUT.parts()))])
         assert held(store) == len(TOKENS)
-        stone = {"everything": {"everything": True}, "root": {"root": space.root}, "keys": {"keys": keys}}[what]
-        store._core.purge.add(**stone)
+        begun = TOKENS.astype(">u4").tobytes()
+        stones: dict[str, dict[str, Any]] = {
+            "everything": {"everything": True},
+            "root": {"root": space.root},
+            "keys": {"keys": keys},
+            "first key": {"keys": keys[:1]},
+            "prefix": {"parent": space.root, "tokens": begun[:64]},
+            "short prefix": {"parent": space.root, "tokens": begun[:20]},
+            "salt": {"salt": space.record.salt},
+        }
+        store._core.purge.add(**stones[what])
     with opened(tmp_path / "store", memories[0]) as store:
         assert held(store) == 0
+        assert sum(tier.blocks for tier in store.stats().tiers) == 0
 
 
 def test_housekeeping_finishes_it_while_the_store_stays_open(tmp_path: Path, memories: tuple[Path, Path]) -> None:
