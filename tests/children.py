@@ -349,6 +349,8 @@ def main(path: Path, memory: Path, settings: dict[str, Any]) -> None:
                     answer = store.flush(60)
                 case "processes":
                     answer = store.stats().processes
+                case "die":
+                    die_at(*given["point"])
                 case "verify":
                     answer = store.verify().problems
             print(json.dumps(answer), flush=True)

@@ -123,22 +123,22 @@ def owes(txn: Transaction, owner: bytes) -> bool:
     return next(held, False) or any(segment.owner == owner for segment in segments(txn))
 
 
-def take_back(txn: Transaction, owner: bytes) -> tuple[list[SlotRef], list[Segment]]:
-    """Free everything a dead owner was writing; returns the slots, and the segments it was allocating."""
+def take_back(txn: Transaction, owner: bytes) -> tuple[list[Entry], list[Segment]]:
+    """Free everything a dead owner was writing; returns the entries, and the segments it was allocating."""
     removal = Removal(txn)
-    refs: list[SlotRef] = []
+    gone: list[Entry] = []
     for key, index_key in list(txn.scan(Database.WRITING, owner)):
         ref = parse_slot_key(key[len(owner) :])
         raw = txn.get(Database.BLOCKS, index_key)
         entry = Entry.unpack(raw) if raw is not None else None
         if entry is not None and entry.ref == ref and entry.owner == owner:
             removal.drop(index_key, entry)
-            refs.append(ref)
+            gone.append(entry)
         txn.delete(Database.WRITING, key)
     removal.flush()
     for key, _ in list(txn.scan(Database.LEASES, owner)):
         txn.delete(Database.LEASES, key)
-    return refs, [segment for segment in segments(txn) if segment.owner == owner]
+    return gone, [segment for segment in segments(txn) if segment.owner == owner]
 
 
 def remove(

@@ -127,6 +127,11 @@ class SlottedTier:
         with self.index.read() as txn:
             self._stamp_base = get_number(txn, STAMP_BASE)
 
+    @property
+    def stamp_base(self) -> int:
+        """A stamp is this, plus the `boottime_ns` of the use, less the block's depth."""
+        return self._stamp_base
+
     def touch(self, refs: Sequence[SlotRef], depths: Sequence[int], now: int, flags: int | None = None) -> None:
         """Note that blocks were used. depths: how many blocks come before each; now: `boottime_ns` of the operation.
 
@@ -278,20 +283,22 @@ class SlottedTier:
 
         def told(done: Future[list[Entry]]) -> None:
             if not done.cancelled() and done.exception() is None and done.result():
+                self._forget(done.result())
                 self.events.emit(Evicted(self.name, reason, 1))
 
         self.index.submit(work).add_done_callback(told)
 
     def take_back(self, owner: bytes) -> int:
         """Free what a dead owner left behind; returns how many slots. Its half-made segments are finished."""
-        refs, unfinished = self.index.write(lambda txn: ledger.take_back(txn, owner))
+        gone, unfinished = self.index.write(lambda txn: ledger.take_back(txn, owner))
+        self._forget(gone)
         for segment in unfinished:
             adopted = self.index.write(lambda txn: segments.adopt(txn, segment.number, owner, self.owner))  # noqa: B023
             if adopted is not None:
                 self._grower.make(segments.Growth(adopted, new=True), 0, None)
-        if refs:
-            self.events.emit(Evicted(self.name, EvictReason.DEAD_OWNER, len(refs)))
-        return len(refs)
+        if gone:
+            self.events.emit(Evicted(self.name, EvictReason.DEAD_OWNER, len(gone)))
+        return len(gone)
 
     # ---------------------------------------------------------------- numbers
 

@@ -423,13 +423,16 @@ def test_what_a_dead_owner_left_is_taken_back(make: Maker) -> None:
     mine = bench.tier.owner
     bench.tier.owner = dead
     bench.save(published)
-    bench.fill(bench.reserve(unpublished).placed)
+    placed = bench.reserve(unpublished).placed
+    bench.fill(placed)
+    bench.tier.touch([one.ref for one in placed], [0, 1, 2], bench.now())  # it died before it published
     entries = [entry for entry in bench.tier.find(published) if entry]
     RamTier.lease(bench.tier, list(zip(published, entries, strict=True)), 3600.0)  # type: ignore[arg-type]
     bench.tier.owner = mine
     assert bench.tier.take_back(b"somebody else...") == 0
     assert bench.tier.take_back(dead) == 3
     assert bench.tier.take_back(dead) == 0
+    assert [int(bench.tier.arrays.of(one.ref.segment).stamps[one.ref.slot]) for one in placed] == [0, 0, 0]
     assert bench.present(published + unpublished) == [True, True, False, False, False]
     assert len(bench.save(bench.names(3, SLOTS_A_SEGMENT)).placed) == SLOTS_A_SEGMENT, "the lease is gone too"
 
