@@ -25,6 +25,7 @@ from kvstore.mover import Move, Mover
 from kvstore.owners import survey
 from kvstore.prefetch import Prefetches
 from kvstore.purge import reaching
+from kvstore.recency import Recency
 from kvstore.rescan import dirty_moves
 from kvstore.saving import Saver
 from kvstore.settings import Settings
@@ -32,6 +33,7 @@ from kvstore.statistics import Stats, by_middle, merged, tier_stats
 from kvstore.tiers.device import DeviceTier, open_device_tier
 from kvstore.tiers.medium import Medium
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.verification import Progress, Report, verify
 from kvstore.wiping import Step, Wiped, Wiper
 
 RESCAN_BLOCKS = 64
@@ -190,17 +192,38 @@ class Core:
 
     def evict(self, target: Target, tier: str | None, *, dry_run: bool, names: bool = False) -> dict[str, int]:
         """Evict from the tiers with slots, tombstone first. names: those of what goes are forgotten too."""
+        self._carry_for(target)
         eviction = Eviction(self.tiers, self.purge)
         if names and not dry_run:
             self.pins.drop_wiped(*eviction.named(target))
         gone = eviction.run(target, tier, dry_run=dry_run)
         if self.device_loader is not None and not dry_run:
             self.device_loader.forget_purged()
+        if tier == self.lowest.name and not dry_run:
+            self.carry(afresh=True)  # what `ram` still has of it is to be written again
         return gone
 
     def losing(self, target: Target) -> list[str]:
         """Names of what an eviction would take blocks of."""
+        self._carry_for(target)
         return self.pins.of(*Eviction(self.tiers, self.purge).named(target))
+
+    def carry(self, *, afresh: bool = False) -> None:
+        """Before anything is decided about `nvme` by age, or after its copies went otherwise: see `Recency.carry`."""
+        if self.recency is not None:
+            self.recency.carry(afresh=afresh)
+
+    def _carry_for(self, target: Target) -> None:
+        if target.unused_s is not None:
+            self.carry()
+
+    def verify(self, *, payloads: bool, repair: bool, progress: Progress | None) -> Report:
+        """Check every tier. repair: what is wrong is removed."""
+        try:
+            return verify(self.tiers, self.living(), payloads=payloads, mend=repair, progress=progress)
+        finally:
+            if repair:
+                self.carry(afresh=True)
 
     def wipe(self, step: Step) -> Wiped:
         """Leave no byte of what is not stored any more. Raises ClosedError when the core is closed meanwhile."""
@@ -244,7 +267,9 @@ class Core:
         self.threads = CopyThreads(settings.copy_threads, settings.io_threads)
         undo.callback(self.threads.close)
         self.mover: Mover | None = None
+        self.recency: Recency | None = None
         if self.nvme is not None:
+            self.recency = Recency(self.ram, self.nvme)
             self.mover = Mover(
                 self.ram,
                 self.nvme,
@@ -304,6 +329,7 @@ class Core:
             self.days,
             self.events,
             grace=settings.dead_owner_grace_s,
+            carry=self.carry,
             idle_work=self._rescan,
         )
 

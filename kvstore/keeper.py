@@ -1,4 +1,5 @@
-"""Housekeeping, once a second: what dead processes left is taken back, counters are shared, old blocks expire.
+"""Housekeeping, once a second: what dead processes left is taken back, counters are shared, `nvme` hears of uses in
+`ram` and gets what it lacks, old blocks expire.
 
 Everything here may be late or left out without harm. It never runs in a request.
 """
@@ -35,7 +36,10 @@ COUNTER = b"counter:"
 
 
 class Keeper:
-    """The housekeeping thread of one process. idle_work: called when there is time, to offer the mover old blocks."""
+    """The housekeeping thread of one process.
+
+    carry: notes in `nvme` what was used in `ram`. idle_work: called when there is time, to offer the mover old blocks.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Keeper:
         events: Events,
         *,
         grace: float,
+        carry: Callable[[], None],
         idle_work: Callable[[], None],
     ) -> None:
         self._tiers, self._owners, self._mine = tuple(tiers), owners, mine
@@ -57,7 +62,7 @@ class Keeper:
         self._pins = pins
         self._wipes, self._wiped = wipes, wipes.epoch()
         self._behind: dict[str, int] = {}
-        self._grace, self._idle_work = grace, idle_work
+        self._grace, self._carry, self._idle_work = grace, carry, idle_work
         self._seen_dead: dict[bytes, float] = {}
         self.sharing = threading.Lock()
         """Held while counts are between this process's counters and the shared ones; who adds both up holds it too."""
@@ -115,10 +120,11 @@ class Keeper:
             raise
 
     def expire(self) -> int:
-        """Evict blocks that were not used for their namespace's TTL, pinned ones excepted; returns how many.
+        """Evict blocks that were not used, in any tier, for their namespace's TTL, pinned ones excepted; returns how many.
 
         Stamps count the time: while the host is off, none passes.
         """
+        self._carry()
         return sum(self._expire(tier) for tier in self._tiers)
 
     def finish_evictions(self) -> int:
@@ -158,6 +164,7 @@ class Keeper:
             self._attempt("leases", self._drop_leases)
             self._attempt("finish evictions", self.finish_evictions)
             self._attempt("clear memory", self.clear_memory)
+            self._attempt("recency", self._carry)
             self._attempt("rescan", self._idle_work)
             if time.monotonic() - expired >= EXPIRY_PERIOD_S:
                 self._attempt("expire", self.expire)

@@ -34,7 +34,7 @@ from kvstore.serving import Buffers, Lease, Loaded, parts_of
 from kvstore.settings import Settings
 from kvstore.statistics import Stats
 from kvstore.tenants import QuotaUse
-from kvstore.verification import Report, verify
+from kvstore.verification import Report
 from kvstore.wiping import Step, Wiped
 
 
@@ -249,6 +249,7 @@ class Store:
         chosen = {tier: limit for tier, limit in wanted.items() if not isinstance(limit, EllipsisType)}
         for name, limit in () if dry_run else chosen.items():
             core.quotas.set(name, digest, limit)
+        core.carry()
         return {
             tier.name: tenants.trim(tier, digest, limit, dry_run=dry_run)
             for tier in core.tiers
@@ -355,8 +356,7 @@ class Store:
 
         repair: what is wrong is removed. progress: called with blocks checked and blocks in all.
         """
-        core = self._require()
-        return verify(core.tiers, core.living(), payloads=payloads, mend=repair, progress=progress)
+        return self._require().verify(payloads=payloads, repair=repair, progress=progress)
 
     @property
     def events(self) -> Events:

@@ -129,6 +129,14 @@ class ArrayFiles:
             for slot, place in zip(slots, places, strict=True):
                 cells[slot] = stamps[place]
 
+    def raise_stamps(self, refs: Sequence[SlotRef], stamps: Sequence[int]) -> None:
+        """Make stamps of slots later; not those that are later already, nor where a new owner has not set one yet."""
+        for segment, (slots, places) in by_segment(refs).items():
+            cells = self.holding(segment, slots).stamps.data
+            for slot, place in zip(slots, places, strict=True):
+                if 0 < cells[slot] < stamps[place]:
+                    cells[slot] = stamps[place]
+
     def flag(self, refs: Sequence[SlotRef], flags: int) -> None:
         """Set the flags of slots. Raises DamagedError as `generations`."""
         for segment, (slots, _) in by_segment(refs).items():
