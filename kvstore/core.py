@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from kvstore.owners import survey
 from kvstore.prefetch import Prefetches
 from kvstore.purge import reaching
 from kvstore.recency import Recency
-from kvstore.rescan import dirty_moves
+from kvstore.rescan import dirty_moves, offer_again
 from kvstore.saving import Saver
 from kvstore.settings import Settings
 from kvstore.statistics import Stats, by_middle, merged, tier_stats
@@ -37,6 +38,8 @@ from kvstore.verification import Progress, Report, verify
 from kvstore.wiping import Step, Wiped, Wiper
 
 RESCAN_BLOCKS = 64
+RETRY_S = 60.0
+"""How often the hottest of what `nvme` had no room for are offered again."""
 
 
 def _as_it_is(medium: Medium) -> Medium:
@@ -213,6 +216,11 @@ class Core:
         if self.recency is not None:
             self.recency.carry(afresh=afresh)
 
+    def quotas_changed(self) -> None:
+        """Before quotas are kept: by the uses in all tiers, and with what the old ones kept out of `nvme`."""
+        self.carry()
+        offer_again(self.ram)
+
     def _carry_for(self, target: Target) -> None:
         if target.unused_s is not None:
             self.carry()
@@ -270,6 +278,8 @@ class Core:
         self.recency: Recency | None = None
         if self.nvme is not None:
             self.recency = Recency(self.ram, self.nvme)
+            offer_again(self.ram)  # the budget may be another
+            self._retry = time.monotonic() + RETRY_S
             self.mover = Mover(
                 self.ram,
                 self.nvme,
@@ -345,6 +355,9 @@ class Core:
 
     def _rescan(self) -> None:
         if self.mover is not None and self.mover.idle and not self.mover.paused:
+            if time.monotonic() >= self._retry:
+                offer_again(self.ram, RESCAN_BLOCKS)
+                self._retry = time.monotonic() + RETRY_S
             self.mover.submit(dirty_moves(self.ram, RESCAN_BLOCKS))
 
     def _submit(self, moves: Sequence[Move]) -> None:

@@ -120,7 +120,7 @@ class Keeper:
             raise
 
     def expire(self) -> int:
-        """Evict blocks that were not used, in any tier, for their namespace's TTL, pinned ones excepted; returns how many.
+        """Evict blocks not used for their namespace's TTL, in any tier, pinned ones excepted; returns how many.
 
         Stamps count the time: while the host is off, none passes.
         """

@@ -50,6 +50,12 @@ def unwritten(ram: RamTier) -> int:
     return sum(int(np.count_nonzero(stamps)) for _, stamps in _stamps(ram, 0))
 
 
+def offer_again(ram: RamTier, most: int | None = None) -> None:
+    """Have blocks that `nvme` had no room for moved after all, or refused again; most: so many of the hottest."""
+    refused = sorted(_slots(ram, REFUSED), reverse=True)[:most]
+    ram.flag([ref for _, ref in refused], 0)
+
+
 def _slots(ram: RamTier, flags: int) -> list[tuple[int, SlotRef]]:
     """Slots in use with these flags, and their stamps."""
     return [

@@ -249,7 +249,7 @@ class Store:
         chosen = {tier: limit for tier, limit in wanted.items() if not isinstance(limit, EllipsisType)}
         for name, limit in () if dry_run else chosen.items():
             core.quotas.set(name, digest, limit)
-        core.carry()
+        core.quotas_changed()
         return {
             tier.name: tenants.trim(tier, digest, limit, dry_run=dry_run)
             for tier in core.tiers

@@ -16,6 +16,7 @@ from known_kv import SPEAKERS, open_small, save, slots_of
 from stores import BLOCK, LAYOUT, PART, SLOT, StoreBench, StoreMaker, kv_of, tokens_of
 
 from kvstore.errors import BusyError
+from kvstore.identity import salt_digest
 from kvstore.kv import HostKV
 from kvstore.records import Entry, block_names
 from kvstore.rescan import dirty_moves, unwritten
@@ -199,3 +200,22 @@ def test_slots_given_up_while_publishing_keep_nothing_from_nvme(
         assert stamped == 74, "those that were given up have kept their stamps"
         assert unwritten(ram) == len(dirty_moves(ram, 64)) == 10
     wait_for(lambda: len(copies(bench, tokens)) == 10)
+
+
+@pytest.mark.parametrize("how", ["set", "reopened", "in time"])
+def test_what_a_quota_kept_out_is_written_once_there_is_room(make_store: StoreMaker, how: str) -> None:
+    bench = make_store()
+    bench.store.set_quota("tenant", nvme=0)
+    tokens = tokens_of(1, 20 * BLOCK)
+    bench.save(tokens, salt="tenant")
+    bench.settle()
+    assert copies(bench, tokens, "tenant") == []
+    if how == "set":
+        bench.store.set_quota("tenant", nvme=None)
+    else:
+        bench.store._core.quotas.set("nvme", salt_digest("tenant"), None)
+    if how == "reopened":
+        bench.close()
+    elif how == "in time":
+        bench.store._core._retry = 0.0
+    wait_for(lambda: len(copies(bench, tokens, "tenant")) == 20)
