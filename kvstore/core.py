@@ -38,6 +38,8 @@ from kvstore.verification import Progress, Report, verify
 from kvstore.wiping import Step, Wiped, Wiper
 
 RESCAN_BLOCKS = 64
+SETTLE_S = 5.0
+"""How long a store that is closed waits for observers of what is told by a thread of its own."""
 RETRY_S = 60.0
 """How often the hottest of what `nvme` had no room for are offered again."""
 
@@ -145,6 +147,7 @@ class Core:
         yield self.prefetches.close
         if self.mover is not None:
             yield partial(self.mover.close, timeout=self.settings.mover_queue_bytes / 100e6 + 10)
+        yield partial(self.events.settle, SETTLE_S)  # the keeper shares what observers have counted
         yield self.keeper.close
         yield self.threads.close
         if self.hbm is not None:

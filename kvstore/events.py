@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from threading import Lock
+from threading import Condition, Lock, Thread, current_thread, main_thread
 from typing import TypeAlias
 
 Root: TypeAlias = bytes
@@ -231,11 +231,18 @@ Observer: TypeAlias = Callable[[Event], None]
 
 
 class Events:
-    """Hands events to observers, in the order in which they subscribed."""
+    """Hands events to observers, in the order in which they subscribed.
+
+    Observers are called without a lock held, and may call the store. What one raises goes no further: it is dropped,
+    with a warning. Only a KeyboardInterrupt or SystemExit in the main thread is the program's own.
+    """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers: tuple[Observer, ...] = tuple(observers)
         self._lock = Lock()
+        self._told = Condition(self._lock)
+        self._waiting: deque[Event] = deque()
+        self._telling = False
 
     def subscribe(self, observer: Observer) -> Callable[[], None]:
         """Add an observer; call what is returned to take it off."""
@@ -248,13 +255,42 @@ class Events:
         for observer in self._observers:
             try:
                 observer(event)
-            except Exception as error:  # noqa: BLE001  an observer's fault must not reach the request
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt | SystemExit) and current_thread() is main_thread():
+                    raise
                 self._remove(observer)
                 problem = f"kvstore observer {observer!r} raised {error!r} and was dropped"
                 try:
                     warnings.warn(problem, RuntimeWarning, stacklevel=2)
                 except RuntimeWarning:  # warnings are errors in this process: no thread of the store may end of one
                     self.emit(Notice("observer dropped", problem))
+
+    def emit_elsewhere(self, event: Event) -> None:
+        """Tell every observer, from a thread of its own: for who holds a lock, or writes an index. Keeps the order."""
+        with self._lock:
+            self._waiting.append(event)
+            if self._telling:
+                return
+            self._telling = True
+        try:
+            Thread(target=self._tell, name="kvstore-events", daemon=True).start()
+        except RuntimeError:  # the program is ending, or has too many threads: better from here than never
+            self._tell()
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until all was told; False when an observer took longer than ``timeout`` seconds."""
+        with self._told:
+            return self._told.wait_for(lambda: not self._telling, timeout)
+
+    def _tell(self) -> None:
+        while True:
+            with self._told:
+                if not self._waiting:
+                    self._telling = False
+                    self._told.notify_all()
+                    return
+                event = self._waiting.popleft()
+            self.emit(event)
 
     def _remove(self, observer: Observer) -> None:
         with self._lock:

@@ -382,7 +382,7 @@ def _larger(tiers: Sequence[SlottedTier], limit: int) -> frozenset[bytes]:
 def _unused(tier: SlottedTier, txn: Transaction, seconds: float) -> list[Victim]:
     oldest = tier.oldest_stamp(seconds)
     victims: list[Victim] = []
-    for segment in tier.segment_list():
+    for segment in tier.cut_segments():
         stamps = tier.arrays.stamps(segment)
         for slot in np.flatnonzero((stamps > 0) & (stamps < oldest)).tolist():
             index_key = txn.get(Database.SLOTS, slot_key(SlotRef(segment.number, slot)))

@@ -155,6 +155,8 @@ class Index:
         unheard: gets the result where a Ctrl-C ends the wait and the work is done all the same; must not wait. Raises
         BusyError when the writer lock was not had within ``timeout`` seconds: then ``work`` never runs.
         """
+        if threading.get_ident() == self._thread.ident:
+            raise RuntimeError(f"the {self.name} index's writer would wait for itself")
         future = self.submit(work, alone=alone)
 
         def told(done: Future[T]) -> None:

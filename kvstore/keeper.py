@@ -206,7 +206,7 @@ class Keeper:
     def _unused(self, tier: SlottedTier, limits: dict[int, int]) -> list[SlotRef]:
         """Slots whose stamp is older than their namespace's TTL."""
         found: list[SlotRef] = []
-        for segment in tier.segment_list():
+        for segment in tier.cut_segments():
             stamps = tier.arrays.stamps(segment)
             numbers = tier.arrays.of(segment.number).namespaces[: segment.slots]
             for number, ttl in limits.items():

@@ -57,9 +57,10 @@ class PurgeLog:
         salt: bytes | None = None,
     ) -> range:
         """Record an eviction, named as in `Tombstone`; returns its epochs. It must be recorded before blocks go."""
-        stones = [Tombstone(0, keys=keys[at : at + KEYS_A_STONE]) for at in range(0, len(keys), KEYS_A_STONE)]
+        parts = [keys[at : at + KEYS_A_STONE] for at in range(0, len(keys), KEYS_A_STONE)]
+        stones = [Tombstone(0, keys=frozenset(part)) for part in parts]
         if everything or root or parent or salt is not None:
-            stones.insert(0, Tombstone(0, everything, root, (), parent, tokens, salt))
+            stones.insert(0, Tombstone(0, everything, root, frozenset(), parent, tokens, salt))
 
         def work(txn: Transaction) -> range:
             epoch = get_number(txn, EPOCH)
@@ -83,11 +84,11 @@ def reaching(
     if not stones:
         return []
     cut = min(_reach(stone, space, chain) for stone in stones)
-    keys = dict.fromkeys(chain.keys[cut:])
+    keys = set(chain.keys[cut:])
     for name in names:
         if name.depth >= cut or any(_continues(stone, chain, name) for stone in stones):
-            keys[name.key] = None
-    return [*stones, Tombstone(max(stone.epoch for stone in stones), keys=tuple(keys))] if keys else list(stones)
+            keys.add(name.key)
+    return [*stones, Tombstone(max(stone.epoch for stone in stones), keys=frozenset(keys))] if keys else list(stones)
 
 
 def _reach(stone: Tombstone, space: NamespaceRecord, chain: Chain) -> int:
@@ -97,8 +98,7 @@ def _reach(stone: Tombstone, space: NamespaceRecord, chain: Chain) -> int:
     if stone.parent == chain.root or stone.parent in chain.keys:
         depth = 0 if stone.parent == chain.root else chain.keys.index(stone.parent) + 1
         return depth if _begin_alike(chain, depth, stone.tokens) else len(chain) + 1
-    named = frozenset(stone.keys)
-    return next((depth for depth, key in enumerate(chain.keys) if key in named), len(chain) + 1)
+    return next((depth for depth, key in enumerate(chain.keys) if key in stone.keys), len(chain) + 1)
 
 
 def _begin_alike(chain: Chain, depth: int, tokens: bytes) -> bool:

@@ -42,8 +42,7 @@ class Recency:
         with self._lock:
             if afresh:
                 self._carried.clear()
-            known = [segment for segment in self._ram.segment_list() if segment.slots]
-            self._carried = {segment.number: self._segment(segment) for segment in known}
+            self._carried = {segment.number: self._segment(segment) for segment in self._ram.cut_segments()}
 
     def _segment(self, segment: Segment) -> npt.NDArray[np.uint64]:
         """Carry one segment's uses; returns the stamps that have been carried."""

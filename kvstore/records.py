@@ -373,7 +373,7 @@ class Tombstone:
     epoch: int
     everything: bool = False
     root: bytes = b""
-    keys: tuple[bytes, ...] = ()
+    keys: frozenset[bytes] = frozenset()
     parent: bytes = b""
     tokens: bytes = b""
     salt: bytes | None = None
@@ -384,7 +384,7 @@ class Tombstone:
 
     def pack(self) -> bytes:
         """The stored value."""
-        kind, body = 2, b"".join(self.keys)
+        kind, body = 2, b"".join(sorted(self.keys))
         if self.everything:
             kind = 0
         elif self.root:
@@ -413,4 +413,4 @@ class Tombstone:
             return cls(epoch, parent=body[:KEY_BYTES], tokens=body[KEY_BYTES:])
         if kind == 4:
             return cls(epoch, salt=body)
-        return cls(epoch, keys=tuple(body[i : i + KEY_BYTES] for i in range(0, size, KEY_BYTES)))
+        return cls(epoch, keys=frozenset(body[i : i + KEY_BYTES] for i in range(0, size, KEY_BYTES)))

@@ -70,9 +70,7 @@ def _stamps(ram: RamTier, flags: int) -> Iterator[tuple[int, npt.NDArray[np.uint
 
     A free slot may have a stamp: who died while publishing, or gave up, had set it before.
     """
-    for segment in ram.segment_list():
-        if not segment.slots:
-            continue  # not cut yet: its files may still be in the making
+    for segment in ram.cut_segments():
         stamps = ram.arrays.stamps(segment)
         stamps[np.frombuffer(FreeMap.unpack(segment.bitmap, segment.slots).bits, np.uint8) == ord("1")] = 0
         stamps[(ram.arrays.of(segment.number).flags[: segment.slots] & (CLEAN | REFUSED)) != flags] = 0

@@ -159,7 +159,10 @@ def _load(
     if core.purged(match):
         return 0, Cause.PURGED, tiers
     device = any(buffer.device is not None for buffer in parts.values())
-    held = _try_lease(core, match) if device or len(match.by_tier) > 1 else None
+    scattered = len(match.by_tier) > 1 or (
+        len(parts) > 1 and len({piece.tier for part in parts for piece in match.pieces[part]}) > 1
+    )
+    held = _try_lease(core, match) if device or scattered else None
     now = boottime_ns()
     try:
         for part, buffer in parts.items():

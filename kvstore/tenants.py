@@ -106,7 +106,7 @@ def _coldest(tier: SlottedTier, txn: Transaction, numbers: set[int], excess: int
     """Blocks of some namespaces, the least recently used first, that hold ``excess`` bytes together."""
     found: list[tuple[int, int, SlotRef]] = []
     wanted = np.array(sorted(numbers), np.uint32)
-    for segment in tier.segment_list():
+    for segment in tier.cut_segments():
         stamps = tier.arrays.stamps(segment)
         owners = tier.arrays.of(segment.number).namespaces[: segment.slots]
         for slot in np.flatnonzero((stamps > 0) & np.isin(owners, wanted)).tolist():

@@ -174,7 +174,7 @@ class DeviceTier(Protocol):
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget blocks that turned out to be wrong. Returns how many were resident."""
 
-    def drop(self, keys: Sequence[bytes] | None = None, root: bytes | None = None, everything: bool = False) -> int:
+    def drop(self, keys: Collection[bytes] | None = None, root: bytes | None = None, everything: bool = False) -> int:
         """Forget blocks by key, by root, or all; also those that a load has staged. Returns how many were resident."""
 
     def stats(self) -> DeviceStats:

@@ -66,7 +66,7 @@ class Grower:
             if not isinstance(error, RuntimeError):
                 raise
             # no thread is to be had: who needs room makes it
-            self._tier.events.emit(Fault(self._tier.name, "grow", str(error)))
+            self._tier.events.emit_elsewhere(Fault(self._tier.name, "grow", str(error)))
 
     def grow(self, slot_bytes: int, timeout: float | None) -> bool:
         """Room for slots of a size; False when there is none, and none is tried for a while.
@@ -131,17 +131,17 @@ class Grower:
             tier.index.submit(lambda txn: segments.cancel_growth(txn, growth, tier.owner))
             if not isinstance(error, NoSpaceError | StorageError | DamagedError):
                 raise  # a Ctrl-C: a claim that nobody finishes is lost budget
-            tier.events.emit(Fault(tier.name, "grow", error.problem))
+            tier.events.emit_elsewhere(Fault(tier.name, "grow", error.problem))
             return False
         if growth.emptied:
-            tier.events.emit(Evicted(tier.name, EvictReason.RECUT, growth.emptied))
+            tier.events.emit_elsewhere(Evicted(tier.name, EvictReason.RECUT, growth.emptied))
         finished = tier.index.submit(
             lambda txn: segments.finish_growth(txn, growth, tier.owner, slot_bytes, tier.limits)
         )
         try:
             return finished.result(timeout)
         except TimeoutError:  # it is done all the same, later: a claim that nobody finishes is lost budget
-            tier.events.emit(Fault(tier.name, "grow", f"the {tier.name} index is locked by another process"))
+            tier.events.emit_elsewhere(Fault(tier.name, "grow", f"the {tier.name} index is locked by another process"))
             return False
 
     def _give_up(self, growth: segments.Growth | None) -> None:
@@ -170,7 +170,7 @@ class Grower:
                 made = self._one_more(slot_bytes, None, recut=False)
                 self._full_until[slot_bytes, False] = 0.0 if made else time.monotonic() + FULL_PAUSE_S
         except KVStoreError as error:
-            tier.events.emit(Fault(tier.name, "grow", error.problem))
+            tier.events.emit_elsewhere(Fault(tier.name, "grow", error.problem))
         finally:
             _give_back(turn)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -135,7 +135,7 @@ class HbmTier:
         """Forget blocks that turned out to be wrong. Returns how many were resident."""
         return self._drop(EvictReason.CORRUPT, lambda arena: arena.drop_keys(keys))
 
-    def drop(self, keys: Sequence[bytes] | None = None, root: bytes | None = None, everything: bool = False) -> int:
+    def drop(self, keys: Collection[bytes] | None = None, root: bytes | None = None, everything: bool = False) -> int:
         """Forget blocks by key, by root, or all. Returns how many were resident."""
 
         def forget(arena: Arena) -> int:

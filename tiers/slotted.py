@@ -79,7 +79,7 @@ class SlottedTier:
         self._respects_leases = respects_leases
         self._grower = Grower(self, self._cold)
         self._sizes: dict[int, int] = {}
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces: dict[tuple[bytes, str, int], Space] = {}
         self._stamp_base = 0
         self.reload()
 
@@ -152,11 +152,12 @@ class SlottedTier:
     # ---------------------------------------------------------------- writing
 
     def space(self, record: NamespaceRecord, timeout: float | None = None) -> Space:
-        """The tier's own number for a namespace, registered when it is new."""
-        known = self._spaces.get(record.root)
+        """The tier's own number for a namespace, registered when it is new, or comes with another label or TTL."""
+        said = record.root, record.label, record.ttl
+        known = self._spaces.get(said)
         if known is None:
             number = self.index.write(lambda txn: namespaces.register(txn, record), timeout)
-            known = self._spaces.setdefault(record.root, Space(number, record.root, record.salt, record))
+            known = self._spaces.setdefault(said, Space(number, record.root, record.salt, record))
         return known
 
     def reserve(
@@ -284,7 +285,7 @@ class SlottedTier:
         def told(done: Future[list[Entry]]) -> None:
             if not done.cancelled() and done.exception() is None and done.result():
                 self._forget(done.result())
-                self.events.emit(Evicted(self.name, reason, 1))
+                self.events.emit_elsewhere(Evicted(self.name, reason, 1))
 
         self.index.submit(work).add_done_callback(told)
 
@@ -324,6 +325,10 @@ class SlottedTier:
         """Records of all segments."""
         with self.index.read() as txn:
             return ledger.segments(txn)
+
+    def cut_segments(self) -> list[Segment]:
+        """Records of those that can hold blocks; the files of others may still be in the making."""
+        return [segment for segment in self.segment_list() if segment.slots]
 
     def close(self) -> bool:
         """Finish what is queued, and let go of files. False when others have something to take back from this owner."""

@@ -27,7 +27,7 @@ from kvstore.adapters.transformers.rows import ADAPTER
 from kvstore.adapters.transformers.run import Ground, Plan, Run
 from kvstore.adapters.transformers.saver import Saver
 from kvstore.errors import UnsupportedError
-from kvstore.events import Cause, Fault, Miss, Refusal
+from kvstore.events import Cause, Fault, Miss, Notice, Refusal
 from kvstore.gate import Gate
 
 if TYPE_CHECKING:
@@ -237,7 +237,11 @@ class Attachment:
                 self.store.events.emit(Miss(Cause.REFUSED, tokens))
         if reason not in self._warned and reason != "fault":
             self._warned.add(reason)
-            warnings.warn(f"kvstore leaves this request uncached ({reason}): {allow.explain(reason)}", stacklevel=4)
+            problem = f"kvstore leaves this request uncached ({reason}): {allow.explain(reason)}"
+            try:
+                warnings.warn(problem, stacklevel=4)
+            except UserWarning:  # warnings are errors in this process: a refusal must not become one
+                self.store.events.emit(Notice("request uncached", problem))
 
     def _fault(self, what: str, error: Exception) -> str:
         self.store.events.emit(Fault("adapter", what, repr(error)))

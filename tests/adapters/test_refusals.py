@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvstore.adapters.transformers import REASONS, attach  # noqa: E402
-from kvstore.events import Cause, Counters, Miss  # noqa: E402
+from kvstore.events import Cause, Counters, Miss, Notice  # noqa: E402
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 SMALL = {
@@ -254,6 +254,19 @@ def test_inputs_that_token_ids_do_not_show_are_refused(store: Any, ids: Any) -> 
             found = model.generate(ids(30), pad_token_id=0, **kinds)
         assert torch.equal(found, expected)
         assert attachment.last.refused == "inputs"
+
+
+def test_where_warnings_are_errors_a_refusal_is_told_and_raises_nothing(
+    tiny: Callable[..., Any], store: Any, ids: Any, seen: list[Any]
+) -> None:
+    model = tiny("llama")
+    expected = model.generate(ids(30), num_beams=2, **GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with attach(model, store) as attachment:
+            assert torch.equal(model.generate(ids(30), num_beams=2, **GREEDY), expected)
+    assert attachment.last.refused == "beams"
+    assert [event.subject for event in seen if isinstance(event, Notice)] == ["request uncached"]
 
 
 def test_every_reason_says_what_it_means() -> None:

@@ -94,7 +94,7 @@ def _raw_tokens(tokens: list[int]) -> bytes:
 tombstones = st.one_of(
     st.builds(Tombstone, u64, st.just(True)),
     st.builds(Tombstone, u64, st.just(False), digest),
-    st.builds(Tombstone, u64, st.just(False), st.just(b""), st.lists(digest, max_size=4).map(tuple)),
+    st.builds(Tombstone, u64, st.just(False), st.just(b""), st.frozensets(digest, max_size=4)),
     st.builds(Tombstone, u64, parent=digest, tokens=st.lists(u32, min_size=1, max_size=4).map(_raw_tokens)),
     st.builds(Tombstone, u64, salt=st.just(b"") | st.binary(min_size=16, max_size=16)),
 )
@@ -179,7 +179,7 @@ EXAMPLES: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "namespace": (NamespaceRecord(b"r" * 32, b"s" * 16, 1, 2, "label", "{}").pack(), NamespaceRecord.unpack),
     "lease": (pack_lease(9, [SlotRun(1, 2, 3)]), unpack_lease),
     "usage": (Usage(1, 2).pack(), Usage.unpack),
-    "tombstone": (Tombstone(1, keys=(b"k" * 32,)).pack(), Tombstone.unpack),
+    "tombstone": (Tombstone(1, keys=frozenset([b"k" * 32])).pack(), Tombstone.unpack),
     "tombstone of a prefix": (Tombstone(1, parent=b"k" * 32, tokens=b"t" * 8).pack(), Tombstone.unpack),
     "tombstone of a salt": (Tombstone(1, salt=b"s" * 16).pack(), Tombstone.unpack),
     "slot key": (slot_key(SlotRef(1, 2)), parse_slot_key),

@@ -154,7 +154,7 @@ def test_a_block_purged_while_it_is_written_never_becomes_readable(make: Maker) 
     doomed, buried, kept = bench.names(1, 1), bench.names(2, 1), bench.names(3, 1)
     placed = [bench.reserve(names).placed[0] for names in (doomed, buried, kept)]
     bench.tier.remove([(doomed[0].index_key, doomed[0].key)], "evict", doom=True)
-    stones = [Tombstone(1, keys=(buried[0].key,))]
+    stones = [Tombstone(1, keys=frozenset([buried[0].key]))]
     published = bench.tier.publish(bench.fill(placed), stones, now=bench.now())
     assert [placement.name for placement in published] == kept
     assert bench.tier.find(doomed + buried) == [None, None]
