@@ -177,6 +177,10 @@ def read_store_id(path: Path) -> bytes:
     file = path / SUPERBLOCK
     raw = file.read_bytes()
     size = _FIELDS.size
+    if len(raw) < len(MAGIC) and MAGIC.startswith(raw):
+        raise DamagedError(
+            f"{file} is cut short", f"if {path} is a store, remove it: cached blocks are lost, nothing else"
+        )
     if raw[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{file} is not the superblock of a store", "choose another path")
     if len(raw) != size + _DIGEST.size or _DIGEST.unpack_from(raw, size)[0] != xxhash.xxh3_64_intdigest(raw[:size]):

@@ -18,7 +18,7 @@ from pathlib import Path
 import typer
 
 from kvstore import host, superblock
-from kvstore.errors import BudgetError, KVStoreError
+from kvstore.errors import BudgetError, DamagedError, FormatError, KVStoreError
 from kvstore.memory_home import orphans
 from kvstore.owners import survey
 from kvstore.settings import Settings
@@ -235,7 +235,8 @@ def _in_force(settings: Settings) -> Iterator[Finding]:
     try:
         found = budgets(settings)
     except KVStoreError as error:  # such as a store that this very process has open
-        yield Finding("budgets in force", f"they cannot be read: {error.problem}", Grade.NOTE, error.remedy)
+        grade = Grade.REFUSED if isinstance(error, DamagedError | FormatError) else Grade.NOTE
+        yield Finding("budgets in force", f"they cannot be read: {error.problem}", grade, error.remedy)
         return
     for name, one in found.items():
         if one.why:

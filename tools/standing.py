@@ -16,6 +16,7 @@ import numpy as np
 import kvstore
 from kvstore import superblock
 from kvstore.errors import AmbiguousError, FormatError, NotFoundError, OwnershipError, TokenError
+from kvstore.events import Event, Notice
 from kvstore.identity import Tokens, as_tokens
 from kvstore.listing import NamespaceUse, Prefix
 from kvstore.match import Match, Namespace
@@ -29,14 +30,17 @@ from kvstore.transaction import Database
 
 _PARENT, _SHORT = slice(12, 20), 8
 MANY_BLOCKS = 20_000
+LOSSES = frozenset(["segments dropped", "emptied"])
+"""Subjects of notices that tell of stored blocks which were lost to damaged files, found when a store is opened."""
 ID_DIGITS = 12
 """Hexadecimal digits of a root or a key that listings show."""
 
 
 @contextmanager
-def standing_store(path: Path | None) -> Iterator[Store]:
+def standing_store(path: Path | None, lost: list[str] | None = None) -> Iterator[Store]:
     """The store at ``path``, or where the settings say, opened with its own budgets.
 
+    What opening found lost to damaged files is said on standard error, and added to ``lost``.
     Raises NotFoundError where there is none, SettingsError where none is named, and what `kvstore.open` raises.
     """
     settings = Settings.resolve(path)
@@ -55,7 +59,15 @@ def standing_store(path: Path | None) -> Iterator[Store]:
     known = budgets(settings)
     ram = known["ram"].budget if "ram" in known else settings.ram
     nvme = known["nvme"].budget if "nvme" in known else 0
-    with kvstore.open(path, ram=ram, nvme=nvme, hbm=0) as store:
+    found: list[str] = [] if lost is None else lost
+
+    def told(event: Event) -> None:
+        if isinstance(event, Notice) and event.subject in LOSSES:
+            found.append(f"{event.subject}: {event.detail}")
+
+    with kvstore.open(path, ram=ram, nvme=nvme, hbm=0, observers=[told]) as store:
+        for line in found:
+            terminal.say(line)
         yield store
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeAlias
 
@@ -52,14 +54,16 @@ def top(
             return
         screen = terminal.console()
         now = source.stats()
-        with Live(console=screen, auto_refresh=False, transient=False) as live:
-            if screen.is_terminal:  # what is there needs no interval to be seen
-                live.update(_view(now, between(now, now, every), source.sequences(now)), refresh=True)
-            taken = 0
-            while not count or taken < count:
+        with ExitStack() as stack:
+            show: Callable[[Group], None] = screen.print  # a pipe or a file gets one view after the other
+            if screen.is_terminal:
+                live = stack.enter_context(Live(console=screen, auto_refresh=False, transient=False))
+                show = partial(live.update, refresh=True)
+                show(_view(now, between(now, now, every), source.sequences(now)))  # this needs no interval to be seen
+            for _ in range(count) if count else itertools.count():
                 now, last = _wait(source, now, every)
-                live.update(_view(now, last, source.sequences(now)), refresh=True)
-                taken += 1
+                show(_view(now, last, source.sequences(now)))
+                screen.file.flush()
 
 
 class _Source(Protocol):

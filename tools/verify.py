@@ -59,6 +59,9 @@ def _verified(server: Remote | None, path: Path | None, repair: bool, books_only
 
         if server is not None:
             return server.finished("/v1/verify", {"repair": repair, "books_only": books_only}, progress)
-        with standing_store(path) as store:
+        lost: list[str] = []
+        with standing_store(path, lost) as store:
             step("check the books", 0, None)
-            return answers.verified(store.verify(payloads=not books_only, repair=repair, progress=progress))
+            report = store.verify(payloads=not books_only, repair=repair, progress=progress)
+            report.problems[:0] = lost  # opening has mended these already, by removal
+            return answers.verified(report)

@@ -238,8 +238,8 @@ def foreign(raw: bytes) -> bytes:
 
 
 HARMS: list[tuple[str, Harm, tuple[type[KVStoreError], ...]]] = [
-    ("STORE", cut, (DamagedError, FormatError)),
-    ("STORE", emptied, (DamagedError, FormatError)),
+    ("STORE", cut, (DamagedError,)),
+    ("STORE", emptied, (DamagedError,)),
     ("STORE", flipped, (DamagedError,)),
     ("STORE", foreign, (FormatError,)),
     ("nvme/TIER", cut, (DamagedError,)),

@@ -214,6 +214,23 @@ def test_verify_finds_a_flipped_byte_and_repair_mends_it(made: Any) -> None:
     assert run_json("verify", "--path", made.path)["checked"] == 17
 
 
+@pytest.mark.parametrize("suffix", [".seg", ".slots"])
+@pytest.mark.parametrize(("command", "code"), [("verify", 1), ("stats", 0)])
+def test_what_opening_found_lost_is_said_and_verify_does_not_call_it_well(
+    made: Any, command: str, code: int, suffix: str
+) -> None:
+    for file in (made.path / "nvme").glob(f"*{suffix}"):
+        os.truncate(file, 100)
+    done = CliRunner().invoke(app, [command, "--json", "--path", str(made.path)])
+    assert done.exit_code == code, done.output
+    assert "segments dropped: nvme" in done.stderr
+    assert "9 blocks lost" in done.stderr
+    if command == "verify":
+        (problem,) = json.loads(done.stdout)["problems"]
+        assert problem in done.stderr
+    assert run_json("verify", "--path", made.path)["ok"], "said once: what is lost is gone"
+
+
 def test_a_foreign_superblock_is_one_message(made: Any) -> None:
     (made.path / "STORE").write_bytes(b"something else")
     done = CliRunner().invoke(app, ["stats", "--path", str(made.path)])

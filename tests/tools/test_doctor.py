@@ -136,6 +136,13 @@ def test_a_budget_that_the_host_could_not_give_is_told_with_the_reason(
     assert found(made.path, "budgets in force").value == "ram 16 MiB, nvme 16 MiB: what was asked for"
 
 
+def test_an_index_that_cannot_be_read_is_told_as_refused(made: Any) -> None:
+    index = made.path / "nvme" / "index" / "data.mdb"
+    index.write_bytes(index.read_bytes()[:5000])
+    assert found(made.path, "budgets in force").grade is Grade.REFUSED
+    assert CliRunner().invoke(app, ["doctor", "--path", str(made.path)]).exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [(["stats"], OwnershipError.exit_code), (["evict", "--all", "--yes"], OwnershipError.exit_code), (["doctor"], 1)],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +86,19 @@ def test_as_many_looks_as_asked_for(made: Any, monkeypatch: pytest.MonkeyPatch) 
     assert done.exit_code == 0, done.output
     assert len(looks) == 2
     assert "biggest" in done.stdout
-    assert "No pressure." in done.stdout
+    assert done.stdout.count("No pressure.\n") == 2
+
+
+def test_a_reader_of_a_pipe_gets_each_look_as_it_is_taken(made: Any) -> None:
+    command = [sys.executable, "-m", "kvstore.tools.cli", "top", "--every", "0.1", "--path", str(made.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        looks = [line for line in iter(child.stdout.readline, "No pressure.\n") if line.strip()]
+        child.stdout.close()  # and it ends by itself, since nobody reads any more
+        assert child.wait(60) == 128 + signal.SIGPIPE
+        assert child.stderr.read() == ""
+    assert len(looks) > 4
 
 
 def test_no_store_is_one_message(tmp_path: Path) -> None:
