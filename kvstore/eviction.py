@@ -23,7 +23,6 @@ from kvstore.purge import PurgeLog
 from kvstore.records import (
     Entry,
     NamespaceRecord,
-    Tombstone,
     entry_key,
     entry_namespace,
     family_key,
@@ -36,6 +35,7 @@ from kvstore.slots import SlotRef
 from kvstore.states import State
 from kvstore.tiers import namespaces
 from kvstore.tiers.slotted import SlottedTier
+from kvstore.tombstone import Tombstone
 from kvstore.transaction import Database, Transaction, get_number, put_number
 
 FIRST_PART = Part()

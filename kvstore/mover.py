@@ -20,11 +20,12 @@ from kvstore.errors import BusyError, ClosedError, DamagedError, KVStoreError, N
 from kvstore.events import Events, Fault, Moved, Notice, Skipped, SkipReason
 from kvstore.policy import CLEAN, REFUSED
 from kvstore.purge import PurgeLog
-from kvstore.records import BlockName, Entry, NamespaceRecord, Tombstone
+from kvstore.records import BlockName, Entry, NamespaceRecord
 from kvstore.slots import SlotRef
 from kvstore.tiers.ledger import Placement
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
+from kvstore.tombstone import Tombstone
 
 RESERVE_BATCHES, AHEAD = 4, 2
 """Batches that get their slots by one commit, and how many of them are left when the next get theirs. A commit to the

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from kvstore.identity import Chain
 from kvstore.index import Index
-from kvstore.records import BlockName, NamespaceRecord, Tombstone, key_tokens
+from kvstore.records import BlockName, NamespaceRecord, key_tokens
+from kvstore.tombstone import Tombstone
 from kvstore.transaction import PAGE, Database, Transaction, get_number, put_number
 
 EPOCH, FLOOR = b"purge epoch", b"purge floor"

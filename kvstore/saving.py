@@ -54,6 +54,17 @@ class Saving:
     seconds: float
 
 
+def together(done: Sequence[Saving]) -> Saving:
+    """What saves of several parts did."""
+    return Saving(
+        sum(one.new_blocks for one in done),
+        sum(one.known_blocks for one in done),
+        sum(one.skipped_blocks for one in done),
+        sum(one.bytes for one in done),
+        sum(one.seconds for one in done),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SaveJob:
     """One part of one chain to be saved. epoch: the purge epoch known. now: `boottime_ns` of the request."""

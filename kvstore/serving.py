@@ -89,6 +89,14 @@ def parts_of(layout: Layout, buffers: Buffers) -> dict[Part, KVBuffer]:
     return {part: buffers[part] for part in wanted if part in buffers}
 
 
+def require_room(core: Core, parts: Mapping[Part, KVBuffer], tokens: int, purpose: str, remedy: str) -> None:
+    """Raises LayoutError for a buffer without room for ``tokens``, UnsupportedError for one that is out of reach."""
+    for part, buffer in parts.items():
+        core.require_reach(buffer)
+        if buffer.capacity < tokens:
+            raise LayoutError(f"the buffer of {part} has room for {buffer.capacity} tokens, {tokens} {purpose}", remedy)
+
+
 def refuse_large_blocks(core: Core, layout: Layout) -> None:
     """Raises BudgetError when `ram` has no room for two of a layout's blocks: it could serve nothing."""
     size = max(slot_bytes(layout.payload_bytes(group)) for group in range(len(layout.groups)))

@@ -17,7 +17,7 @@ from kvstore import registry, serving, tenants
 from kvstore.assembly import Wrap
 from kvstore.core import Core
 from kvstore.days import Days
-from kvstore.errors import ClosedError, KVStoreError, LayoutError, NotFoundError, SettingsError
+from kvstore.errors import ClosedError, KVStoreError, NotFoundError, SettingsError
 from kvstore.events import Cause, Events, Fault, Matched, Notice, Observer
 from kvstore.eviction import Selection, Target, refuse_unless_one
 from kvstore.header import slot_bytes
@@ -29,8 +29,8 @@ from kvstore.match import Match, Namespace
 from kvstore.match import match as match_chain
 from kvstore.prefetch import Prefetch
 from kvstore.records import NameRecord, NamespaceRecord
-from kvstore.saving import SaveJob, Saving
-from kvstore.serving import Buffers, Lease, Loaded, parts_of
+from kvstore.saving import SaveJob, Saving, together
+from kvstore.serving import Buffers, Lease, Loaded, parts_of, require_room
 from kvstore.settings import Settings
 from kvstore.statistics import Stats
 from kvstore.tenants import QuotaUse
@@ -114,13 +114,7 @@ class Store:
         """
         core = self._require()
         parts = parts_of(match.space.layout, buffers)
-        for part, buffer in parts.items():
-            core.require_reach(buffer)
-            if buffer.capacity < match.tokens:
-                raise LayoutError(
-                    f"the buffer of {part} has room for {buffer.capacity} tokens, {match.tokens} are stored",
-                    "make a larger buffer, or match with a limit",
-                )
+        require_room(core, parts, match.tokens, "are stored", "make a larger buffer, or match with a limit")
         with core.use():
             return serving.serve(core, match, parts, first, counted=counted)
 
@@ -142,13 +136,7 @@ class Store:
         ids = as_tokens(tokens)
         linked = chain(space.root, ids, space.layout.block_tokens, extras)
         parts = parts_of(space.layout, buffers)
-        for part, buffer in parts.items():
-            core.require_reach(buffer)
-            if buffer.capacity < len(ids):
-                raise LayoutError(
-                    f"the buffer of {part} has {buffer.capacity} tokens, {len(ids)} are to be saved",
-                    "save only tokens whose KV is there",
-                )
+        require_room(core, parts, len(ids), "are to be saved", "save only tokens whose KV is there")
         try:
             epoch = core.purge.epoch()
         except KVStoreError as error:
@@ -157,14 +145,7 @@ class Store:
         now = boottime_ns()
         jobs = [SaveJob(space, linked, part, buffer, epoch, now) for part, buffer in parts.items()]
         with core.use():
-            done = [core.saver.save(job) for job in jobs]
-        return Saving(
-            sum(one.new_blocks for one in done),
-            sum(one.known_blocks for one in done),
-            sum(one.skipped_blocks for one in done),
-            sum(one.bytes for one in done),
-            sum(one.seconds for one in done),
-        )
+            return together([core.saver.save(job) for job in jobs])
 
     @property
     def device(self) -> str | None:

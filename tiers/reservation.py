@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from kvstore.records import BlockName, Entry, Tombstone, ready_record, slot_key, writing_record
+from kvstore.records import BlockName, Entry, ready_record, slot_key, writing_record
 from kvstore.slots import SlotRef, SlotRun, choose_runs
 from kvstore.states import State, Step, after
 from kvstore.tiers.ledger import Bitmaps, Placement, Removal, Usages, get_segment, own
 from kvstore.tiers.lookup import entry_of
+from kvstore.tombstone import Tombstone
 from kvstore.transaction import Database, Transaction
 
 

@@ -18,7 +18,7 @@ from kvstore.identity import Chain
 from kvstore.index import Index
 from kvstore.layout import Part
 from kvstore.policy import Policy
-from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Tombstone, Usage, entry_namespace
+from kvstore.records import BlockName, Entry, NamespaceRecord, Segment, Usage, entry_namespace
 from kvstore.slots import SlotRef
 from kvstore.tiers import ledger, lookup, namespaces, reservation, segments, wiping
 from kvstore.tiers.arrays import ArrayFiles
@@ -27,6 +27,7 @@ from kvstore.tiers.ledger import Placement
 from kvstore.tiers.medium import Medium
 from kvstore.tiers.reservation import Candidate, Reserved, Terms
 from kvstore.tiers.victims import ColdSlots
+from kvstore.tombstone import Tombstone
 from kvstore.transaction import Database, Transaction, get_number
 
 STAMP_BASE = b"stamp base"

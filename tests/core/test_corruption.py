@@ -66,7 +66,13 @@ def fill(bench: StoreBench, tier: str, stored: list[np.ndarray]) -> None:
     for tokens in stored:
         assert bench.save(tokens).new_blocks == 1
     bench.settle()
-    bench.drop("nvme" if tier == "ram" else "ram")
+    if tier == "nvme":
+        bench.drop("ram")
+
+
+def alone(tier: str) -> dict[str, int]:
+    """Settings of a store without the other tier: what `ram` holds would be written to `nvme` again."""
+    return {"nvme": 0} if tier == "ram" else {}
 
 
 def all_are_misses(bench: StoreBench, tier: str, stored: list[np.ndarray], causes: set[Cause]) -> None:
@@ -92,7 +98,7 @@ def all_are_misses(bench: StoreBench, tier: str, stored: list[np.ndarray], cause
 
 @pytest.mark.parametrize(("tier", "verify_share"), [("nvme", 64), ("ram", 1), ("ram", 1 << 30)])
 def test_a_flip_in_any_byte_of_a_header_is_a_miss(make_store: StoreMaker, tier: str, verify_share: int) -> None:
-    bench = make_store(verify_share=verify_share)
+    bench = make_store(verify_share=verify_share, **alone(tier))
     stored = sequences(len(HEADER_PLACES))
     fill(bench, tier, stored)
     for number, (tokens, at) in enumerate(zip(stored, HEADER_PLACES, strict=True)):
@@ -102,7 +108,7 @@ def test_a_flip_in_any_byte_of_a_header_is_a_miss(make_store: StoreMaker, tier: 
 
 @pytest.mark.parametrize("tier", ["nvme", "ram"])
 def test_a_flip_anywhere_in_a_payload_is_a_miss(make_store: StoreMaker, tier: str) -> None:
-    bench = make_store()
+    bench = make_store(**alone(tier))
     random = np.random.default_rng(5)
     places = [0, 1, PAYLOAD - 1, *random.integers(0, PAYLOAD, 60).tolist()]
     stored = sequences(len(places))
@@ -114,7 +120,7 @@ def test_a_flip_anywhere_in_a_payload_is_a_miss(make_store: StoreMaker, tier: st
 
 @pytest.mark.parametrize("tier", ["nvme", "ram"])
 def test_slots_that_changed_places_are_misses(make_store: StoreMaker, tier: str) -> None:
-    bench = make_store()
+    bench = make_store(**alone(tier))
     stored = sequences(12)
     fill(bench, tier, stored)
     images: list[np.ndarray] = []
@@ -128,7 +134,7 @@ def test_slots_that_changed_places_are_misses(make_store: StoreMaker, tier: str)
 
 @pytest.mark.parametrize("tier", ["nvme", "ram"])
 def test_zeros_in_place_of_a_slot_are_a_miss(make_store: StoreMaker, tier: str) -> None:
-    bench = make_store()
+    bench = make_store(**alone(tier))
     stored = sequences(3)
     fill(bench, tier, stored)
     for tokens in stored:
@@ -142,7 +148,13 @@ def test_a_damaged_block_ends_the_prefix_and_what_is_before_it_is_served(make_st
     tokens = tokens_of(1, 10 * BLOCK + 5)
     bench.save(tokens)
     bench.settle()
-    bench.drop("nvme" if tier == "ram" else "ram")
+    if tier == "nvme":
+        bench.drop("ram")
+
+
+def alone(tier: str) -> dict[str, int]:
+    """Settings of a store without the other tier: what `ram` holds would be written to `nvme` again."""
+    return {"nvme": 0} if tier == "ram" else {}
     change(bench, tier, entry_of(bench, tier, tokens, 6), flip(HEADER_BYTES + 77, 4))
     loaded = bench.load(tokens)
     assert (loaded.tokens, loaded.stop, loaded.by_tier) == (6 * BLOCK, Cause.CHECKSUM, {tier: 6 * BLOCK})
@@ -282,7 +294,7 @@ def test_every_byte_of_a_stores_superblock_counts(make_store: StoreMaker) -> Non
             read_store_id(bench.path)
     for size in range(len(good)):
         path.write_bytes(good[:size])
-        with pytest.raises(FormatError if size < len(MAGIC) else DamagedError):
+        with pytest.raises(DamagedError):
             read_store_id(bench.path)
     path.write_bytes(good)
     assert read_store_id(bench.path) in good

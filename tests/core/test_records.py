@@ -20,7 +20,6 @@ from kvstore.records import (
     NameRecord,
     NamespaceRecord,
     Segment,
-    Tombstone,
     Usage,
     block_names,
     family_key,
@@ -36,6 +35,7 @@ from kvstore.records import (
 )
 from kvstore.slots import FreeMap, SlotRef, SlotRun
 from kvstore.states import State
+from kvstore.tombstone import Tombstone
 
 u16, u32, u64 = (st.integers(0, 2**width - 1) for width in (16, 32, 64))
 digest = st.binary(min_size=32, max_size=32)

@@ -16,8 +16,8 @@ from kvstore.eviction import Eviction
 from kvstore.identity import as_tokens, chain
 from kvstore.kv import Gathering, HostKV, Run
 from kvstore.purge import reaching
-from kvstore.records import Tombstone
 from kvstore.store import Store
+from kvstore.tombstone import Tombstone
 
 Reopen = Callable[..., Store]
 ME = Speaker(PLAIN, "a")

@@ -26,7 +26,7 @@ from kvstore.header import slot_bytes
 from kvstore.host import boottime_ns, supports_o_direct
 from kvstore.identity import as_tokens, chain, salt_digest
 from kvstore.policy import cold_batch
-from kvstore.records import Tombstone, Usage, block_names
+from kvstore.records import Usage, block_names
 from kvstore.slots import SlotRef
 from kvstore.states import State
 from kvstore.tiers import integrity, ledger, reservation, segments
@@ -37,6 +37,7 @@ from kvstore.tiers.null import NullMedium
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.ram import RamTier
 from kvstore.tiers.throttle import ThrottleMedium
+from kvstore.tombstone import Tombstone
 from kvstore.transaction import Database, get_number, put_number
 
 INDEX = 1 << 20
