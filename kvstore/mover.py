@@ -286,12 +286,16 @@ class Mover:
         self._finished = time.perf_counter()
 
     def _drop_gone(self, moves: list[Move]) -> None:
-        """Leave in ``moves`` those whose blocks are still in `ram`, and tell of the others."""
+        """Leave in ``moves`` those whose blocks are still in `ram`, and tell of the others that `nvme` has not."""
         live = self._ram.unchanged([move.entry for move in moves])
-        if not all(live):
-            gone = [move for move, same in zip(moves, live, strict=True) if not same]
-            moves[:] = [move for move, same in zip(moves, live, strict=True) if same]
-            self._tell_gone(gone, self._purge.newer(min(move.entry.epoch for move in gone)))
+        if all(live):
+            return
+        gone = [move for move, same in zip(moves, live, strict=True) if not same]
+        moves[:] = [move for move, same in zip(moves, live, strict=True) if same]
+        there = self._nvme.find([move.name for move in gone])
+        missed = [move for move, entry in zip(gone, there, strict=True) if entry is None or entry.key != move.name.key]
+        if missed:
+            self._tell_gone(missed, self._purge.newer(min(move.entry.epoch for move in missed)))
 
     def _tell_gone(self, gone: Sequence[Move], stones: Sequence[Tombstone]) -> None:
         """Of blocks that left `ram` before they were written: evicted on purpose, or too early."""

@@ -144,17 +144,12 @@ def test_zeros_in_place_of_a_slot_are_a_miss(make_store: StoreMaker, tier: str) 
 
 @pytest.mark.parametrize("tier", ["nvme", "ram"])
 def test_a_damaged_block_ends_the_prefix_and_what_is_before_it_is_served(make_store: StoreMaker, tier: str) -> None:
-    bench = make_store()
+    bench = make_store(**alone(tier))
     tokens = tokens_of(1, 10 * BLOCK + 5)
     bench.save(tokens)
     bench.settle()
     if tier == "nvme":
         bench.drop("ram")
-
-
-def alone(tier: str) -> dict[str, int]:
-    """Settings of a store without the other tier: what `ram` holds would be written to `nvme` again."""
-    return {"nvme": 0} if tier == "ram" else {}
     change(bench, tier, entry_of(bench, tier, tokens, 6), flip(HEADER_BYTES + 77, 4))
     loaded = bench.load(tokens)
     assert (loaded.tokens, loaded.stop, loaded.by_tier) == (6 * BLOCK, Cause.CHECKSUM, {tier: 6 * BLOCK})

@@ -225,3 +225,20 @@ def test_what_left_ram_before_its_turn_pushes_nothing_out_of_nvme(
     assert store.flush(60) is False
     assert told.moving == {SkipReason.EVICTED_BEFORE: 20}
     assert store.match(store.namespace(PLAIN, salt="a"), LONG).by_tier == {"nvme": 20 * 16}
+
+
+def test_what_is_on_nvme_is_not_missed_when_it_left_ram_and_is_offered_again(
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search for what was left behind may run between a block's publication and its flag."""
+    store, moves = reopen(ram="4MiB"), list[Any]()
+    told, mover = Told(store), store._core.mover
+    assert mover is not None
+    submit = mover.submit
+    monkeypatch.setattr(mover, "submit", lambda some: (moves.extend(some), submit(some)))
+    assert save(store, ME, LONG[: 20 * 16].tolist()).new_blocks == 20
+    assert store.flush(60) is True
+    pushed_out_of_ram_meanwhile(store)
+    submit(moves)
+    assert store.flush(60) is True
+    assert (told.moved, told.moving) == (20, {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stores import came_to_rest
 from typer.testing import CliRunner
 
 import kvstore
@@ -64,7 +65,7 @@ def test_a_quota_is_kept_by_later_saves_and_can_be_taken_off(made: Any) -> None:
     run("quota", "first", "--ram", "1MiB", "--nvme", 4 * SLOT, "--path", made.path)
     with opened(made) as store:
         save(store, made, "first", np.arange(5000, 5160))
-        assert store.flush(30)
+        assert came_to_rest(store)
         (nvme,) = (use for use in store.quotas() if use.tier == "nvme")
         assert nvme.used <= nvme.limit == 4 * SLOT
     assert run("quota", "first", "--nvme", "off", "--path", made.path)["quotas"][0]["tier"] == "ram"
