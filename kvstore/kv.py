@@ -82,8 +82,9 @@ class KVBuffer(Protocol):
     def gathering(self, start: int, run: Run) -> Gathering:
         """A gather, prepared, to be done payload by payload, for a run whose payloads are used whole.
 
-        All bytes of a payload must be told of, each once and in order: their checksum is taken of what is told, and a
-        block whose checksum is wrong is never served. Raises LayoutError past the capacity, or what it gives does.
+        All bytes of a payload must be written and told of, each once and in order: a slot still has what was in it
+        before, and the checksum is taken of what is told. A block whose checksum is wrong is dropped when it is
+        verified, which not every read from `ram` does. Raises LayoutError past the capacity, or what it gives does.
         """
 
     def scatter(self, start: int, run: Run) -> None:

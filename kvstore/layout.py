@@ -86,6 +86,8 @@ class Layout:
             raise LayoutError(f"shards is {self.shards}", "use the number of tensor-parallel pieces, at least 1")
         if not self.groups or any(not group for group in self.groups):
             raise LayoutError("a layout needs at least one group with at least one layer", "check the model's config")
+        if sum(len(group) for group in self.groups) > LAYERS_MAX:
+            raise LayoutError(f"a layout of more than {LAYERS_MAX} layers", "check the model's config")
         for shape in (shape for group in self.groups for shape in group):
             if min(shape.heads, shape.k_dim, shape.v_dim) < 1:
                 raise LayoutError(f"a layer has an empty shape: {shape}", "check the model's config")

@@ -118,8 +118,11 @@ def _enough(size: int) -> str:
     return format_size(-(-(size + size // 64 + MIB) // MIB) * MIB)
 
 
-def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
-    """Keep the leading `ram` blocks of a match from eviction. Raises BusyError, SettingsError for no time to do so."""
+def lease(core: Core, match: Match, seconds: float | None = None, *, scattered: bool = False) -> Lease:
+    """Keep the leading `ram` blocks of a match from eviction. Raises BusyError, SettingsError for no time to do so.
+
+    scattered: those behind others, too.
+    """
     if seconds is not None and not 0 < seconds <= LEASE_MAX_S:
         raise SettingsError(
             f"a lease of {seconds!r} seconds", "give more than 0 and at most a year; lease again before it ends"
@@ -128,7 +131,10 @@ def lease(core: Core, match: Match, seconds: float | None = None) -> Lease:
     keys: list[bytes] = []
     try:
         for pieces in match.pieces.values():
-            mine = list(itertools.takewhile(lambda piece: piece.tier == core.ram.name, pieces))
+            if scattered:
+                mine = [piece for piece in pieces if piece.tier == core.ram.name]
+            else:
+                mine = list(itertools.takewhile(lambda piece: piece.tier == core.ram.name, pieces))
             blocks = [(piece.name, piece.entry) for piece in mine]
             key, count = core.ram.lease(blocks, seconds or core.settings.lease_s, core.settings.lock_timeout_s)
             keys.append(key)
@@ -194,7 +200,7 @@ def _load(
 def _try_lease(core: Core, match: Match) -> Lease | None:
     """Hold the `ram` blocks while others are read from a disk, or a device copies; else the load is over too soon."""
     try:
-        return lease(core, match)
+        return lease(core, match, scattered=True)
     except KVStoreError as error:
         core.events.emit(Fault(core.ram.name, "lease", error.problem))
         return None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import LayoutError
-from kvstore.layout import DTYPE_BYTES, LayerShape, Layout, Part, default_block_tokens
+from kvstore.layout import DTYPE_BYTES, LAYERS_MAX, LayerShape, Layout, Part, default_block_tokens
 
 SHAPES = st.builds(LayerShape, st.integers(1, 9), st.integers(1, 300), st.integers(1, 300))
 GROUPS = st.lists(st.lists(SHAPES, min_size=1, max_size=6).map(tuple), min_size=1, max_size=3).map(tuple)
@@ -42,6 +42,16 @@ def test_layouts_share_a_fingerprint_only_if_equal(left: Layout, right: Layout) 
 def test_the_order_of_traits_does_not_matter(one: Layout, random: object) -> None:
     turned = dataclasses.replace(one, traits=tuple(reversed(one.traits)))
     assert turned.fingerprint == one.fingerprint
+
+
+@pytest.mark.parametrize("layers", [LAYERS_MAX - 1, LAYERS_MAX])
+def test_as_many_layers_as_can_be_read_back(layers: int) -> None:
+    shapes = ((LayerShape(1, 1, 1),) * layers, (LayerShape(1, 2, 1),))
+    if layers + 1 > LAYERS_MAX:
+        with pytest.raises(LayoutError, match="more than"):
+            layout(groups=shapes)
+    else:
+        assert Layout.from_json(layout(groups=shapes).to_json()).groups == shapes
 
 
 @pytest.mark.parametrize(

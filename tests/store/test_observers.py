@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 from known_kv import NARROW, PARTED, PLAIN, Speaker, load_match, save
 
 from kvstore import serving
+from kvstore.core import Core
 from kvstore.events import Event, Events, Evicted, EvictReason, Moved, Notice
 from kvstore.kv import HostKV
+from kvstore.match import Match
 from kvstore.store import Store
+from kvstore.tiers.ram import RamTier
 
 Reopen = Callable[..., Store]
 
@@ -170,25 +174,37 @@ def test_a_label_and_a_ttl_given_later_in_one_process_count(reopen: Reopen) -> N
 
 
 @pytest.fixture
-def leases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    taken: list[Any] = []
-    real = serving._try_lease
-    monkeypatch.setattr(serving, "_try_lease", lambda core, match: taken.append(match) or real(core, match))
+def leases(monkeypatch: pytest.MonkeyPatch) -> list[set[bytes]]:
+    """Keys of the blocks that each load holds."""
+    taken: list[set[bytes]] = []
+    real, lease = serving._try_lease, RamTier.lease
+
+    def loading(core: Core, match: Match) -> Any:
+        taken.append(set())
+        return real(core, match)
+
+    def leasing(self: RamTier, blocks: Sequence[Any], *given: Any) -> Any:
+        taken[-1] |= {name.key for name, _ in blocks}
+        return lease(self, blocks, *given)
+
+    monkeypatch.setattr(serving, "_try_lease", loading)
+    monkeypatch.setattr(RamTier, "lease", leasing)
     return taken
 
 
 def test_parts_of_which_one_is_on_nvme_alone_are_leased_while_they_are_loaded(
-    reopen: Reopen, leases: list[Any]
+    reopen: Reopen, leases: list[set[bytes]]
 ) -> None:
     store, me = reopen(), Speaker(PARTED, "a")
     save(store, me, tokens(1, 4))
     assert store.flush(60)
     space = store.namespace(PARTED, salt="a")
-    first = next(iter(PARTED.parts()))
-    pieces = store.match(space, tokens(1, 4)).pieces[first]
-    store._core.ram.remove([(piece.name.index_key, piece.name.key) for piece in pieces], EvictReason.LRU)
+    first, second = itertools.islice(PARTED.parts(), 2)
+    pieces = store.match(space, tokens(1, 4)).pieces
+    gone = [piece.name for piece in (*pieces[first], pieces[second][1])]
+    store._core.ram.remove([(name.index_key, name.key) for name in gone], EvictReason.LRU)
     match = store.match(space, tokens(1, 4))
     assert match.by_tier == {"nvme": 64}, "of the first part"
     loaded, wrong = load_match(store, me, tokens(1, 4), match)
     assert (loaded.tokens, wrong) == (64, 0)
-    assert leases == [match]
+    assert leases == [{piece.name.key for some in match.pieces.values() for piece in some if piece.tier == "ram"}]
