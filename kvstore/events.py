@@ -233,8 +233,9 @@ Observer: TypeAlias = Callable[[Event], None]
 class Events:
     """Hands events to observers, in the order in which they subscribed.
 
-    Observers are called without a lock held, and may call the store. What one raises goes no further: it is dropped,
-    with a warning. Only a KeyboardInterrupt or SystemExit in the main thread is the program's own.
+    Observers are called without a lock held, and may call the store; but one that loads when it hears of a failed read
+    occupies a read thread, of which there must be another (``io_threads``). What one raises goes no further: it is
+    dropped, with a warning. Only a KeyboardInterrupt or SystemExit in the main thread is the program's own.
     """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
